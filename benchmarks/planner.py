@@ -5,9 +5,11 @@ fitted     the share of the peak that products reach: one constant, such that th
 gpt3       the four rows. Nobody published their plans: of each the planner takes the one that is nearest in memory to
            what was printed, of tensor parallelism over 8 ranks and stages over the others, with full checkpointing; of
            the row under Gemini the fastest in its memory without tensor parallelism. The case says which
+ports      rows 3 and 4 on machines with fewer network cards than a DGX A100 has: what remains unexplained
 better     the fastest plan that `llm plan` finds on as many GPUs
 opt        seconds of OPT-13B and OPT-30B under Gemini's plan, of two lengths, since none was printed
 gpt2       the deepest model 1,600 wide in a budget: all on the device, and with model data on the host
+here       predicted beside measured, of decoders that train on this machine (`benchmarks.planner_here`)
 
 The unit of the GPT-3 table's throughput is samples a second at a global batch of 192; `check_arithmetic` holds it.
 """
@@ -15,7 +17,9 @@ The unit of the GPT-3 table's throughput is samples a second at a global batch o
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
+from benchmarks import planner_here
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.auto.machines import GIB, Cluster, Gpu, cluster_of, gpu_named
@@ -29,8 +33,10 @@ from core.parallel.pipeline.schedule import PipelineConfig
 
 GB = 10**9
 BATCH, LENGTH = 192, 2048
-WITHIN = 0.15
-"""Of the printed seconds, how far a prediction may be off."""
+WITHIN, MEMORY_WITHIN = 0.15, 0.05
+"""Of the printed seconds, and of the counted bytes, how far a prediction may be off."""
+ROUNDS, STEPS = 5, 3
+"""Of the configurations that run here, and of each in a round."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,12 @@ def measure(options: Options) -> Measured:
     share = fitted(model, gpu)
     options.kept(Row({"part": "fitted"}, {"utilisation": Number(share, "of the peak")}))
     rows, targets = gpt3(model, gpu, share)
+    rows += by_ports(model, gpu, share)
     rows += better((GPT3[3],) if options.quick else GPT3[1:], share, options)
     rows += opt(share)
     rows += gpt2(GPT2_BUDGETS[:1] if options.quick else GPT2_BUDGETS)
-    rows += measured_here(options)
+    here, of_here = measured_here(options)
+    rows, targets = rows + here, targets + of_here
     first = Row({"part": "fitted"}, {"utilisation": Number(share, "of the peak")})
     return Measured((first, *rows), tuple(targets), NOTES)
 
@@ -168,6 +176,23 @@ def gpt3(model: ModelShape, gpu: Gpu, share: float) -> tuple[list[Row], list[Tar
             what = f"row {number}, {row.system} on {row.gpus} GPUs: 1 - |planned / printed - 1|"
             targets.append(Target(what, 1 - WITHIN, 1 - abs(off)))
     return rows, targets
+
+
+def by_ports(model: ModelShape, gpu: Gpu, share: float) -> list[Row]:
+    """Rows 3 and 4 on machines with fewer network cards: those of the published runs are not known.
+
+    Nothing is fitted; the printed seconds stand beside each.
+    """
+    rows = []
+    for row in GPT3[2:]:
+        run, budget = assumed(model, row, cluster_of(gpu, row.gpus, utilisation=share))
+        for ports in (4, 2, 1):
+            cluster = cluster_of(replace(gpu, ports=ports), row.gpus, utilisation=share)
+            time = step_time(model, run, cluster, budget)
+            case = {"part": "ports", "system": f"{row.system}, {ports} of HDR a machine", "gpus": row.gpus}
+            numbers = {"printed": Number(row.seconds, "s"), "planned": Number(time.step_s, "s")}
+            rows.append(Row(case, numbers | {"off": Number(100 * (time.step_s / row.seconds - 1), "%")}))
+    return rows
 
 
 def told(run: RunShape, budget: int | None = None) -> str:
@@ -265,9 +290,32 @@ def _deepest(fits) -> int:
 # --- measured ---------------------------------------------------------------------------------------------------------
 
 
-def measured_here(options: Options) -> list[Row]:
-    """Predicted beside measured, for configurations that run on this machine: not there yet."""
-    return []
+def measured_here(options: Options) -> tuple[list[Row], list[Target]]:
+    """Predicted beside measured, for configurations that run on this machine."""
+    chosen = planner_here.quick_trials() if options.quick else planner_here.trials()
+    ranks = max(trial.ranks for trial in chosen)
+    machine = planner_here.machine_here(ranks, quick=options.quick)
+    found = planner_here.measured(chosen, *((1, 1) if options.quick else (ROUNDS, STEPS)))
+    rows, seconds, worst = [], {}, 0.0
+    for trial, of in found.items():
+        predicted_s, predicted_bytes = planner_here.predicted(trial, machine)
+        seconds[trial] = predicted_s, median(of.seconds)
+        off = predicted_bytes / of.peak_bytes - 1
+        worst = max(worst, abs(off))
+        case = {"part": "here", "system": f"{trial.model}: {trial.name}", "gpus": trial.ranks, "plan": told(trial.run)}
+        numbers = {
+            "measured": Number(median(of.seconds), "s"),
+            "planned": Number(predicted_s, "s"),
+            "measured_memory": Number(of.peak_bytes / GB, "GB"),
+            "planned_memory": Number(predicted_bytes / GB, "GB"),
+            "memory_off": Number(100 * off, "%"),
+        }
+        rows.append(Row(case, numbers))
+        options.kept(rows[-1])
+    if options.quick:
+        return rows, []
+    order = Target(f"step times here, {len(found)} runs: Spearman", 0.9, planner_here.rank_correlation(seconds))
+    return rows, [order, Target("memory here: 1 - the most that it is off", 1 - MEMORY_WITHIN, 1 - worst)]
 
 
 BENCHMARK = Benchmark(
@@ -275,7 +323,7 @@ BENCHMARK = Benchmark(
     "Plans beside published tables",
     measure,
     measures=(
-        "benchmarks/planner.py",
+        *("benchmarks/planner.py", "benchmarks/planner_here.py", "core/auto/measure.py", "core/auto/measured.py"),
         *("core/auto/costs.py", "core/auto/machines.py", "core/auto/step_time.py", "core/auto/strategies.py"),
         *("core/estimate", "core/models/shapes.py", "core/parallel/pipeline/schedule.py"),
     ),

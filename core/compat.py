@@ -91,6 +91,14 @@ def fake_store() -> Store:
     return FakeStore()
 
 
+def forget_shardings() -> None:
+    """Let DTensor forget how operators go on meshes: it takes equal ones for the same, whose groups may be gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
 def flight_record() -> str | None:
     """The notes of NCCL's flight recorder, as JSON; None without one."""
     from torch._C import _distributed_c10d

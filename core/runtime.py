@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from core.compat import connection_to_store, fake_store, has_cpp_compiler, name_methods_by_frame
+from core.compat import connection_to_store, fake_store, forget_shardings, has_cpp_compiler, name_methods_by_frame
 from core.config import LAUNCHER, UserError, in_one_line, require_device
 from core.hang import HangWatch
 from core.mesh import MeshConfig, Zero, build_mesh
@@ -168,6 +168,7 @@ def pretended(num_ranks: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_shardings()
 
 
 def device_kind(name: str) -> Literal["cpu", "cuda"]:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from apps.llm.corpus import DataConfig
 from apps.llm.export import ExportDtype
 from core.config import UserError
+from core.estimate import RunShape
 from core.kernels.shown_right import all_shown
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
@@ -111,6 +112,38 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
     check_length(config.data.sequence_length, mesh.cp)
     return mesh
+
+
+def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
+    """The shape of a run of this configuration: how it cuts model and batch.
+
+    rows  of the global batch; by default the full one
+    """
+    mesh = check_combination(config)
+    microbatches = config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
+    assert mesh.dp_replicate is not None
+    assert mesh.dp_shard is not None
+    return RunShape(
+        precision=config.precision,
+        optimizer=config.optim,
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
+        cp=mesh.cp,
+        cp_exchange=mesh.exchange_ranks,
+        tp=mesh.tp,
+        tp_mode=mesh.tp_mode,
+        tp_depth=mesh.tp_depth,
+        pp=mesh.pp,
+        pipeline=config.pipeline,
+        ep=mesh.ep,
+        zero=config.zero,
+        recompute=config.recompute.mode,
+        recompute_every=config.recompute.every,
+        microbatch_size=max(microbatches),
+        num_microbatches=len(microbatches),
+        reduce_each=config.reduce_each,
+        sequence_length=config.data.sequence_length,
+    )
 
 
 def check_objective(config: PretrainConfig) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from apps.llm.config import PretrainConfig, check_combination, resolved_mesh
+from apps.llm.check import check_run, show_check
+from apps.llm.config import PretrainConfig, check_combination, resolved_mesh, run_shape
 from apps.llm.foreign import ForeignModel
+from apps.llm.measure import measure_machine
 from apps.llm.model import UnknownModel, find_model
 from apps.llm.plan_config import LLMPlanConfig, is_traced
 from apps.llm.recipes import RECIPES, default_recipe
@@ -80,6 +82,8 @@ def main(argv: list[str]) -> int:
         recipe,
     )
     given = typed(argv, config)
+    if config.measure is not None:
+        return measure_machine(config, given, argv)
     if config.batch is not None:
         if "data.global_batch" in given:
             raise UserError(f"batch={config.batch} and --data.global-batch mean the same; give one of them")
@@ -97,8 +101,10 @@ def main(argv: list[str]) -> int:
     if config.gpus is not None:
         if foreign is not None:
             raise UserError(f"{foreign.refused}; a search is of the decoder's families, so plan one run without --gpus")
-        show_plans(config, given, recipe, console)
-        return 0
+        return show_plans(config, given, recipe, console)
+    if config.check and foreign is not None:
+        raise UserError(f"{foreign.refused}; --check holds the decoder's closed forms, so leave it out")
+    checked = check_run(config) if config.check else None
     if config.recompute.mode == "budget":
         model = foreign or OwnModel(config)
         found = chosen(config, resolved_mesh(config), config.speed, model)
@@ -112,7 +118,7 @@ def main(argv: list[str]) -> int:
         _show(config, console)
     if ignored := sorted(given & without_effect(config, foreign)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
-    return 0
+    return 0 if checked is None else show_check(checked, check_combination(config), console)
 
 
 def _with_recipe(argv: list[str]) -> list[str]:
@@ -285,38 +291,6 @@ def draw_step(config: PretrainConfig, model: ModelShape, run: RunShape, machine:
     return (
         f"{of}: bubble {timeline.bubble:.1%} as the stages are estimated, {timeline.theory:.1%} in theory "
         f"(stages of equal cost); drawn in {png}"
-    )
-
-
-def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
-    """The shape of a run of this configuration: how it cuts model and batch.
-
-    rows  of the global batch; by default the full one
-    """
-    mesh = check_combination(config)
-    microbatches = config.microbatch_rows((rows or config.data.global_batch) // mesh.data_ranks)
-    assert mesh.dp_replicate is not None
-    assert mesh.dp_shard is not None
-    return RunShape(
-        precision=config.precision,
-        optimizer=config.optim,
-        dp_replicate=mesh.dp_replicate,
-        dp_shard=mesh.dp_shard,
-        cp=mesh.cp,
-        cp_exchange=mesh.exchange_ranks,
-        tp=mesh.tp,
-        tp_mode=mesh.tp_mode,
-        tp_depth=mesh.tp_depth,
-        pp=mesh.pp,
-        pipeline=config.pipeline,
-        ep=mesh.ep,
-        zero=config.zero,
-        recompute=config.recompute.mode,
-        recompute_every=config.recompute.every,
-        microbatch_size=max(microbatches),
-        num_microbatches=len(microbatches),
-        reduce_each=config.reduce_each,
-        sequence_length=config.data.sequence_length,
     )
 
 

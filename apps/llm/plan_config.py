@@ -1,14 +1,19 @@
 """The options of `llm plan`: those of a training run, the machine that it is planned for, and what a search asks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 from apps.llm.config import PretrainConfig
 from core.auto.machines import GRAMS_PER_KWH, gpu_named
+from core.auto.measured import MeasuredMachine, is_file, read_machine
 from core.config import UserError
-from core.estimate import PlannedRun
+from core.estimate import Machine, PlannedRun
+from core.precision import compute_dtype
+from core.runtime import ranks_of
+from core.trace.machine import Speed
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("source", "gpus", "gpu", "batch", "json", "price", "draw"),
+        *("source", "gpus", "gpu", "batch", "json", "check", "measure", "price", "draw"),
         *("memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
         *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
         *("gemini.budget", "nproc"),
@@ -31,10 +36,19 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     gpus: int | None = None
     """search: print the plans on so many devices of --gpu that none beats in time and memory, each with its command.
     Options of the run that are typed are held"""
+    gpu: str | None = None
+    """a name such as A100 or H100, or the JSON file of a machine that --measure wrote; by default, of one run, this
+    machine's device"""
     batch: int | None = None
     """rows of the global batch: --data.global-batch in a word"""
     json: bool = False
     """with --gpus: print the plans as JSON"""
+    check: bool = False
+    """run one rank of the plan, of a search its first, without memory and without the others, and hold what it
+    allocates and sends against what the plan says, to the byte; exit code 1 where they differ"""
+    measure: Path | None = None
+    """measure this machine with --nproc ranks or under torchrun, products, memory and links, and write it to this JSON
+    file, which --gpu takes; nothing is planned"""
     tokens: float | None = None
     """with --gpus: price a training on so many; by default the --steps that are typed, or one step"""
     price: float = 1.0
@@ -53,11 +67,46 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise UserError(f"{name}={value}; give a number that is at least {least}")
-        if self.gpus is not None and self.gpu is not None:
+        if self.measured is None and self.gpus is not None and self.gpu is not None:
             gpu_named(self.gpu)
+        if self.measure is not None and self.measure.suffix != ".json":
+            raise UserError(f"measure={self.measure}: a machine is a JSON file; give a name that ends in .json")
         if self.draw is not None and self.draw.suffix != ".png":
             raise UserError(f"draw={self.draw}: the picture is a PNG; give a name that ends in .png")
         super().__post_init__()
+
+    def check_gpu(self) -> None:
+        """Of a search's, which says itself what it computes in, nothing is asked here."""
+        if self.gpus is None:
+            super().check_gpu()
+
+    @cached_property
+    def measured(self) -> MeasuredMachine | None:
+        """The machine of a file that --gpu names.  Raises UserError for a file of none."""
+        return read_machine(Path(self.gpu)) if self.gpu is not None and is_file(self.gpu) else None
+
+    @property
+    def peak_flops(self) -> float | None:
+        if self.measured is None:
+            return super().peak_flops
+        return self.measured.gpu().peak_flops(compute_dtype(self.precision))
+
+    @property
+    def machine(self) -> Machine | None:
+        """With the links of a file, where none is given."""
+        found = super().machine
+        if found is None or self.measured is None or self.bandwidth_gb_s != PlannedRun.bandwidth_gb_s:
+            return found
+        ranks = max(2, ranks_of(self.nproc))
+        return replace(found, bandwidth=self.measured.cluster(ranks).link(1, ranks).bytes_per_s)
+
+    @property
+    def speed(self) -> Speed:
+        """With the memory of a file, where none is given."""
+        found = super().speed
+        if self.measured is None or self.memory_gb_s != PlannedRun.memory_gb_s:
+            return found
+        return replace(found, bytes_per_s=self.measured.memory_bytes_per_s)
 
     def check_positions(self) -> None:
         """Check those of the folder's model, where one is given, once it is read."""

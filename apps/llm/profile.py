@@ -12,6 +12,8 @@ from torch import nn
 
 from apps.llm.foreign import ForeignModel
 from apps.llm.model import UnknownModel, find_model
+from core.auto.machines import Gpu
+from core.auto.measured import device_named
 from core.config import UserError, parse
 from core.estimate.profile import as_json, draw_memory, tables
 from core.models.decoder import Decoder, DecoderConfig
@@ -20,6 +22,7 @@ from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.precision import Precision, compute_dtype
 from core.trace.balanced import balanced_loads
 from core.trace.graph import Graph
+from core.trace.machine import Speed
 from core.trace.record import trace_graph
 
 USUAL_LENGTH = 1024
@@ -40,6 +43,9 @@ class ProfileConfig:
     precision: Precision = "fp32"
     """of parameters and activations"""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    gpu: str | None = None
+    """seconds on it, operator by operator: a name such as A100, or the JSON file of a machine that was measured by
+    megalith llm plan --measure"""
     depth: int = 4
     """modules are shown down to names of so many parts"""
     top: int = 12
@@ -54,6 +60,8 @@ class ProfileConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}; give at least 1")
+        if self.gpu is not None and device_named(self.gpu).peak_flops(compute_dtype(self.precision)) is None:
+            raise UserError(f"gpu={self.gpu} does not compute in {self.precision}; give another --precision or --gpu")
         if self.draw is not None and self.draw.suffix != ".png":
             raise UserError(f"draw={self.draw}; the picture is a PNG, give a name that ends in .png")
 
@@ -79,19 +87,33 @@ def main(argv: list[str]) -> int:
         f"in {config.precision}"
     )
     picture = None if config.draw is None else draw_memory(graph, config.draw, title)
+    took = None if config.gpu is None else seconds_on(device_named(config.gpu), graph, config.precision)
     if config.json:
         about = {"model": type(model).__name__, "parameters": num_parameters, "mode": config.mode}
         about |= {"microbatch": config.microbatch, "sequence_length": length, "precision": config.precision}
         about |= {} if picture is None else {"draw": str(picture)}
+        about |= {} if took is None else {"gpu": config.gpu, "seconds": took}
         print(json.dumps(about | as_json(graph, config.depth), indent=1))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(title)
     for part in tables(graph, config.depth, config.top):
         console.print(part)
+    if took is not None:
+        console.print(f"at least {took:.3g} s on {config.gpu}: each operator by its FLOPs or by its bytes")
     if picture is not None:
         console.print(picture)
     return 0
+
+
+def seconds_on(gpu: Gpu, graph: Graph, precision: Precision) -> float:
+    """No less than the step takes: every operator by its products' FLOPs or its bytes, whichever takes longer."""
+    total, dtype = 0.0, compute_dtype(precision)
+    for node in (node for node in graph.nodes if not node.is_view):
+        rate = gpu.flops_per_s(dtype, node.flops)
+        assert rate is not None
+        total += Speed(rate, 1e9 * gpu.memory_gb_s).seconds(node.flops, node.bytes_read + node.bytes_written)
+    return total
 
 
 def _traced(model: nn.Module, inputs: dict[str, Any], config: ProfileConfig) -> Graph:

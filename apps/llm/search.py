@@ -15,14 +15,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from apps.llm.config import FINETUNE, PretrainConfig
+from apps.llm.check import as_json, check_run, show_check
+from apps.llm.config import FINETUNE, PretrainConfig, check_combination
 from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES
+from core.auto.check import Line
 from core.auto.draw import draw_plans
 from core.auto.machines import Cluster, cluster_of, gpu_named
 from core.auto.step_time import UNKNOWN
 from core.auto.strategies import Found, Job, Plan, nearest, options_of, search
-from core.config import UserError, in_words, option, option_names, size_in_bytes, time_in_words
+from core.config import UserError, in_words, option, option_names, parse, size_in_bytes, time_in_words
 from core.estimate.shape import RunShape, decoder_shape
 from core.gemini.tier import parse_bytes
 
@@ -52,8 +54,8 @@ class Prices:
         }
 
 
-def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Console) -> None:
-    """Search, and print the plans as a table or as JSON.
+def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Console) -> int:
+    """Search, and print the plans as a table or as JSON.  Returns the exit code: 1 where a check fails.
 
     given   dotted names of what was typed
     recipe  that the run's options are of
@@ -65,9 +67,13 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     commands = [command_of(config, plan, given, recipe, cluster) for plan in found.plans]
     if config.draw is not None:
         draw_plans(config.draw, decoder_shape(config.model), found.plans, cluster)
+    checked = _checked(config, found, given, recipe) if config.check else None
     if config.json:
-        print(json.dumps(_as_json(config, found, cluster, prices, commands), indent=1))
-        return
+        said = _as_json(config, found, cluster, prices, commands)
+        if checked is not None:
+            said |= {"checked": {"plan": checked[0], "counts": as_json(checked[2])}}
+        print(json.dumps(said, indent=1))
+        return int(checked is not None and not all(line.agrees for lines in checked[2].values() for line in lines))
     console.print(_table(config, found, cluster, prices, recipe))
     console.print("\n".join(cluster.facts()))
     console.print(_shares(found.plans[0]))
@@ -76,6 +82,36 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     if config.draw is not None:
         console.print(f"the plans, and a step of the first, are drawn in {config.draw}")
     console.print("not known:\n" + "\n".join(f"- {what}" for what in UNKNOWN), markup=False)
+    if checked is None:
+        return 0
+    number, run, counted = checked
+    console.print(f"plan {number}, of those without a budget the first, held against a rank that runs it:")
+    return show_check(counted, check_combination(run), console)
+
+
+def _checked(
+    config: LLMPlanConfig, found: Found, given: set[str], recipe: str
+) -> tuple[int, PretrainConfig, dict[int, list[Line]]]:
+    """(its number, its configuration, what it is held to) of the first plan whose bytes are closed forms.
+
+    Raises UserError where all plans have a budget.
+    """
+    for number, plan in enumerate(found.plans, 1):
+        if plan.budget_bytes is None:
+            run = config_of(config, plan, given, recipe)
+            return number, run, check_run(run)
+    raise UserError("--check and every plan is Gemini's, which traces its step itself; add --gemini.budget None")
+
+
+def config_of(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str) -> PretrainConfig:
+    """The configuration that a plan's command starts, on all of its ranks."""
+    _, *words = run_words(config, plan, given, recipe)
+    run = plan.run
+    ranks = ["--nproc", str(run.num_data_ranks * run.cp * run.tp * run.pp)]
+    if config.source is None:
+        return parse(RECIPES, [*words, *ranks], "megalith llm pretrain", recipe)
+    found = parse({"default": lambda: FINETUNE}, [*words, *ranks], "megalith llm finetune", "default")
+    return replace(found, model=config.model)
 
 
 def nearest_plan(config: PretrainConfig, run: RunShape, device_bytes: int, host_bytes: int) -> str:
@@ -83,7 +119,7 @@ def nearest_plan(config: PretrainConfig, run: RunShape, device_bytes: int, host_
     ranks = run.num_data_ranks * run.cp * run.tp * run.pp
     # Which device it is matters for time alone.
     cluster = replace(cluster_of(gpu_named("a100-40gb"), ranks, memory_bytes=device_bytes), host_bytes=host_bytes)
-    changed = nearest(job_of(config, {}), cluster, run)
+    changed = nearest(job_of(config, {"precision": config.precision}), cluster, run)
     if changed is None:
         return "nor do several on as many ranks, or with model data on their hosts; take more ranks, or a smaller model"
     return (
@@ -113,6 +149,10 @@ def _cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
     more = {ours: value for ours, (name, value) in values.items() if name in given}
     if config.memory is not None:
         more["memory_bytes"] = size_in_bytes(config.memory, "memory", "GiB")
+    if config.measured is not None:
+        if "across_gb_s" in more:
+            raise UserError("--bandwidth-gb-s with a measured machine, whose links are in its file; leave it out")
+        return config.measured.cluster(config.gpus, **more)
     return cluster_of(gpu_named(config.gpu), config.gpus, **more)
 
 
@@ -230,6 +270,7 @@ def _parts(plan: Plan) -> dict[str, float]:
         "gradients": time.reduced_s,
         "update": time.update_s,
         "host": time.host_s,
+        "sharing": time.shared_s,
     }
 
 

@@ -4,6 +4,9 @@
 
 costs       bytes and seconds of every collective, by the one function that search, solver and executor share
 machines    GPUs and links by name, and which link the ranks of an axis have
+measure     what a machine does: products, kernels, memory, links between groups of ranks
+measured    that as a file, and as a machine for plans
+check       a plan held against one rank that runs it, to the byte
 step_time   seconds of a decoder's step on a cluster
 strategies  the search over all ways to train a decoder: those that none beats in time and memory
 draw        its picture

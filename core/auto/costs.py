@@ -38,17 +38,24 @@ COLLECTIVES = tuple(_MESSAGES)
 class Link:
     """What a rank sends over: seconds before a message's first byte, and bytes a second after it, one way.
 
+    each  (collective, link) of those that were measured by themselves
+
     Raises UserError unless latency is finite and at least 0, and bytes a second are above 0 (`inf` is allowed).
     """
 
     latency_s: float
     bytes_per_s: float
+    each: tuple[tuple[str, "Link"], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf:
             raise UserError(f"latency_s={self.latency_s} of a link: give seconds, 0 or more")
         if not self.bytes_per_s > 0:
             raise UserError(f"bytes_per_s={self.bytes_per_s} of a link: give bytes a second, more than 0")
+
+    def of(self, collective: str) -> "Link":
+        """The link as a collective finds it."""
+        return next((link for name, link in self.each if name == collective), self)
 
 
 def bytes_sent(collective: str, full_bytes: float, ranks: int) -> float:
@@ -73,7 +80,7 @@ def messages_sent(collective: str, ranks: int) -> int:
 
 def seconds_of(collective: str, full_bytes: float, ranks: int, link: Link) -> float:
     """Seconds of a collective over a link that every rank of the axis has; arguments and errors as of `bytes_sent`."""
-    sent = bytes_sent(collective, full_bytes, ranks)
+    sent, link = bytes_sent(collective, full_bytes, ranks), link.of(collective)
     return messages_sent(collective, ranks) * link.latency_s + sent / link.bytes_per_s
 
 

@@ -2,7 +2,9 @@
 
 Peaks of FLOP/s are in `core.metrics.throughput`, which every run asks. Memory is in GiB, as its chips are made, which
 data sheets call GB. Links are one way and a rank's own: of an NVLink the sheet's figure, which adds both ways up, is
-halved; of a machine's network cards a rank has its share. A machine reaches `LINK_SHARE` of what the sheet says.
+halved; of a machine's network cards a rank has its share. A machine reaches `LINK_SHARE` of what the sheet says. In
+DGX-1 and DGX A100 two devices share a switch, and so the link to their host; all devices share the host's memory, by
+its channels.
 
 Sources: the vendors' data sheets, by the name in `Gpu.sheet`, and for machines (network cards, host memory) the user
 guides of DGX-1, DGX A100, DGX H100/H200 and DGX B200. Cards without such a machine are taken as eight on PCIe with
@@ -17,11 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from core.auto.costs import Link
 from core.config import UserError, in_words
 from core.metrics.throughput import gpu_peak_flops
+from core.precision import COMPUTE_DTYPE
+from core.trace.machine import HOST_UPDATE, host_update_of
 
 GIB = 2**30
 LINK_SHARE = 0.8
@@ -29,6 +34,8 @@ LINK_SHARE = 0.8
 USABLE_SHARE = 0.92
 """Of a device's memory, what a run may take: beside it are the driver's share, the context, libraries' workspaces and
 what the allocator cannot use."""
+LAUNCH_S = 5e-6
+"""What a kernel takes to begin, where nobody has measured it."""
 GRAMS_PER_KWH = 473.0
 """CO2 of the world's electricity in 2024: Ember, Global Electricity Review 2025."""
 
@@ -51,6 +58,9 @@ LINKS = {
 """One way, of one port. Ethernet and InfiniBand by their Gbit/s: 100 (EDR), 200 (HDR), 400 (NDR)."""
 
 
+Curve = tuple[tuple[float, float], ...]
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A device, and the machine that it is usually in.
@@ -65,7 +75,10 @@ class Gpu:
     ports              of a machine
     ranks_per_machine  devices
     host               the link between a device and its machine
+    host_sharers       devices that share one such link, by a switch before it
     host_gib           memory of a machine
+    host_gb_s          what a machine reads and writes of it in a second, all its channels together, in 1e9 bytes
+    curves             of a device that was measured, (precision, curve): (FLOPs of a product, FLOP/s) in order of size
     """
 
     name: str
@@ -78,26 +91,56 @@ class Gpu:
     ports: int = 1
     ranks_per_machine: int = 8
     host: str = "PCIe 4"
+    host_sharers: int = 1
     host_gib: float = 512
+    host_gb_s: float = 200
+    curves: tuple[tuple[str, Curve], ...] = ()
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Dense FLOP/s in a format; None where the device has none."""
+        """Dense FLOP/s in a format, of what was measured the most; None where the device has none."""
+        if self.curves:
+            return max((rate for _, rate in self._curve(dtype)), default=None)
         return gpu_peak_flops(self.sheet, dtype)
+
+    def flops_per_s(self, dtype: torch.dtype, flops: float) -> float | None:
+        """FLOP/s of products of that size: on the measured curve, without one the peak; None where there is none."""
+        curve = self._curve(dtype)
+        if not curve:
+            return self.peak_flops(dtype)
+        at, rates = (list(map(math.log, column)) for column in zip(*curve, strict=True))
+        return math.exp(float(np.interp(math.log(max(flops, 1.0)), at, rates)))
+
+    def _curve(self, dtype: torch.dtype) -> Curve:
+        return next((curve for name, curve in self.curves if COMPUTE_DTYPE[name] == dtype), ())
 
     @property
     def usable_bytes(self) -> int:
         return int(USABLE_SHARE * self.memory_gib * GIB)
 
 
-_DGX_A100: dict[str, Any] = {"inside": "NVLink 3", "across": "InfiniBand HDR", "ports": 8}
+_DGX_A100: dict[str, Any] = {
+    "inside": "NVLink 3",
+    "across": "InfiniBand HDR",
+    "ports": 8,
+    "host_sharers": 2,
+    "host_gb_s": 409.6,  # two sockets of eight channels DDR4-3200
+}
 _DGX_H100: dict[str, Any] = {
     "inside": "NVLink 4",
     "across": "InfiniBand NDR",
     "ports": 8,
     "host": "PCIe 5",
     "host_gib": 2048,
+    "host_gb_s": 614.4,  # of eight channels DDR5-4800
 }
-_DGX_1: dict[str, Any] = {"inside": "NVLink 2", "across": "InfiniBand EDR", "ports": 4, "host": "PCIe 3"}
+_DGX_1: dict[str, Any] = {
+    "inside": "NVLink 2",
+    "across": "InfiniBand EDR",
+    "ports": 4,
+    "host": "PCIe 3",
+    "host_sharers": 2,
+    "host_gb_s": 136.5,  # of four channels DDR4-2133
+}
 _PCIE_5: dict[str, Any] = {"inside": "PCIe 5", "across": "InfiniBand NDR", "ports": 4, "host": "PCIe 5"}
 GPUS = {
     gpu.name: gpu
@@ -162,6 +205,20 @@ def _read(name: str) -> tuple[list[str], list[float]]:
 
 
 @dataclass(frozen=True)
+class AxisLink:
+    """A link as it was measured: of groups of so many ranks each, so many of them at once."""
+
+    ranks: int
+    groups: int
+    link: Link
+
+    def distance(self, ranks: int, groups: int) -> tuple[float, float]:
+        """How far from groups that are asked for: first by the ranks of one, then by all of them."""
+        beside = math.log(self.ranks * self.groups / (ranks * groups))
+        return abs(math.log(self.ranks / ranks)), abs(beside)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """So many ranks on machines of one kind, each rank a device.
 
@@ -172,6 +229,11 @@ class Cluster:
     inside, across     the links of a rank, in its machine and to others, as far as they are reached
     to_host            between a device and its host, each way
     host_bytes         of the host's memory, for each rank
+    host_update        bytes of masters, gradients and state that a rank's part of the host updates in a second
+    launch_s           what a kernel takes to begin
+    devices            of the whole cluster; fewer than ranks where several share one, as ranks share a CPU's cores
+    measured           links of axes as they were measured, which then stand in the place of `inside` and `across`
+    overlaps           messages travel while a device computes; a CPU's cores do both, one after the other
     """
 
     gpu: Gpu
@@ -184,6 +246,20 @@ class Cluster:
     across: Link
     to_host: Link
     host_bytes: float
+    host_update: float = HOST_UPDATE
+    launch_s: float = LAUNCH_S
+    devices: int | None = None
+    measured: tuple[AxisLink, ...] = ()
+    overlaps: bool = True
+
+    def beside(self, computing_s: float, sending_s: float) -> float:
+        """Seconds in which a device computes and messages travel that it need not wait for."""
+        return max(computing_s, sending_s) if self.overlaps else computing_s + sending_s
+
+    @property
+    def crowd(self) -> float:
+        """Ranks that share a device."""
+        return 1.0 if self.devices is None else max(1.0, self.ranks / self.devices)
 
     def link(self, stride: int, ranks: int) -> Link:
         """The link of each rank of an axis whose neighbours are `stride` ranks apart.
@@ -191,6 +267,9 @@ class Cluster:
         Between machines all ranks of the axis that stand in one machine send beside each other, so that an axis with
         several of them in each has as many ports.
         """
+        if self.measured and ranks > 1:
+            groups = max(1, self.ranks // ranks)
+            return min(self.measured, key=lambda one: one.distance(ranks, groups)).link
         if self.ranks_per_machine % (stride * ranks) == 0:
             return self.inside
         beside = max(1, min(ranks, self.ranks_per_machine // stride))
@@ -204,7 +283,13 @@ class Cluster:
     def facts(self) -> Iterator[str]:
         """Lines that say what is planned for."""
         of = f"{self.ranks} x {self.gpu.sheet}, {self.ranks_per_machine} in a machine"
+        if self.crowd > 1:
+            of += f", {self.ranks} ranks on {self.devices} devices"
         yield f"{of}; a run may take {in_words(self.memory_bytes)} of a device's {self.gpu.memory_gib:g} GiB"
+        if self.measured:
+            yield f"links and products as they were measured, at {self.utilisation:.0%} of the curve of products"
+            yield "its power is not: energy and CO2 are 0 without --power"
+            return
         inside, across = (f"{link.bytes_per_s / 1e9:.3g} GB/s" for link in (self.inside, self.across))
         yield f"links, one way and a rank's: {inside} in a machine ({self.gpu.inside}), {across} to others"
         yield f"({self.gpu.across}, {LINK_SHARE:.0%} of the sheet); products reach {self.utilisation:.0%} of the peak"
@@ -239,6 +324,7 @@ def cluster_of(
         utilisation,
         replace(inside, bytes_per_s=LINK_SHARE * inside.bytes_per_s),
         replace(across, bytes_per_s=across_rate),
-        replace(host, bytes_per_s=LINK_SHARE * host.bytes_per_s),
+        replace(host, bytes_per_s=LINK_SHARE * host.bytes_per_s / gpu.host_sharers),
         gpu.host_gib * GIB / gpu.ranks_per_machine,
+        host_update_of(LINK_SHARE * 1e9 * gpu.host_gb_s, gpu.ranks_per_machine),
     )

@@ -8,8 +8,9 @@
 4. A pipeline's stages are sums of these, run on a clock by the schedule's own actions with messages between stages.
 5. Gradients are reduced while the last microbatch's backward computes, all but the last bucket: max(backward,
    reduction). Then the update goes through memory, and ZeRO-1 and 2 send the parameters.
-6. With Gemini what exceeds the budget lies on the host: parameters come twice a microbatch, beside what computes;
-   gradients leave, the host updates its share, and the new parameters come back.
+6. With Gemini chunks live on the device, whole and with this rank's masters and state, as long as the budget has room;
+   of all others a rank's part of the parameters comes from the host before the gather, twice a microbatch. Gradients
+   are reduced in every microbatch and leave, and when the last are there the host updates its share (`core.gemini`).
 
 What it does not know stands in `UNKNOWN`.
 """
@@ -28,11 +29,11 @@ from core.mesh import MeshShape, axis_size, mesh_shape
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, simulate, span
 from core.precision import compute_dtype
-from core.trace.machine import HOST_UPDATE
 
-LAUNCH_S = 5e-6
 BLOCK_LAUNCHES = 16
-"""Kernels of a block's forward, each of which takes the host LAUNCH_S to begin."""
+"""Kernels of a block's forward, each of which takes the host a while to begin (`Cluster.launch_s`)."""
+BLOCK_PRODUCTS = 4
+"""Of matrices in a block: into attention and out of it, up and down; by their size a measured curve is read."""
 
 UNKNOWN = (
     "how much of the peak products of these sizes reach: one share is taken of all (--utilisation)",
@@ -56,6 +57,7 @@ class StepTime:
     reduced_s   gradients and parameters over the data-parallel ranks, beyond the backward
     update_s    of the optimizer
     host_s      the host's part under Gemini, beyond what hides it
+    shared_s    in which ranks that share a device wait for it
     """
 
     step_s: float
@@ -65,6 +67,7 @@ class StepTime:
     reduced_s: float
     update_s: float
     host_s: float = 0.0
+    shared_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class _Block:
     again              computed again, of a block that is
     sent, sent_again   messages of each way, and of what is computed again
     gathered           of its parameters, before each way
+    returned           of its gradients under Gemini, which go through the same stream as what is gathered
     """
 
     forward: float
@@ -86,8 +90,9 @@ class _Block:
     sent_back: float
     sent_again: float
     gathered: float
+    returned: float
 
-    def seconds(self, kind: Kind, recomputed: bool, *, messages: bool = True) -> float:
+    def seconds(self, kind: Kind, recomputed: bool, cluster: Cluster, *, messages: bool = True) -> float:
         again = self.again if recomputed else 0.0
         if kind is Kind.WEIGHTS:
             return self.weights
@@ -96,7 +101,8 @@ class _Block:
         else:
             one = self.backward + again - (self.weights if kind is Kind.INPUT else 0.0)
             sent = self.sent_back + (self.sent_again if recomputed else 0.0)
-        return max(one + sent, self.gathered) if messages else one
+        returned = 0.0 if kind is Kind.FORWARD else self.returned
+        return cluster.beside(one + sent, self.gathered + returned) if messages else one
 
 
 class StepClock:
@@ -110,10 +116,13 @@ class StepClock:
         if peak is None:
             raise UserError(f"gpu={cluster.gpu.name} has no known {run.precision} peak; give another --precision")
         self.model, self.run, self.cluster, self.budget_bytes = model, run, cluster, budget_bytes
-        self.flops = peak * cluster.utilisation
         self.mesh: MeshShape = mesh_shape(run.mesh)
         self.stages = stages_of(model, run)
         self.costs = stage_costs(model, run)
+        product = run.tokens / run.tp * max(self.costs.blocks, default=0.0) / 3 / BLOCK_PRODUCTS
+        rate = cluster.gpu.flops_per_s(compute_dtype(run.precision), product)
+        assert rate is not None
+        self.flops = rate * cluster.utilisation
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -162,12 +171,13 @@ class StepClock:
         attention = 4 * kind.scores_dim * keys / (flops / 3)  # its share
         kept, selective = (run.tokens * k.bytes_per_token(run) for k in (kind.everything, kind.selective))
         traffic = 2 * kept / memory
-        forward = max(each * flops / 3 + traffic, BLOCK_LAUNCHES * LAUNCH_S)
+        forward = max(each * flops / 3 + traffic, BLOCK_LAUNCHES * self.cluster.launch_s)
         # Sums of gradients over microbatches are read and written in the format of the reductions.
         summed = part.num_whole * (2 * run.wide_bytes + run.width_bytes) / memory
         exposed, ring = (seconds / 2 / self.model.num_blocks for seconds in self._sent)
         sent, sent_back = (
-            exposed + max(0.0, ring - hidden) for hidden in (attention * forward, 2 * attention * forward)
+            exposed + self.cluster.beside(hidden, ring) - hidden
+            for hidden in (attention * forward, 2 * attention * forward)
         )
         full = run.recompute == "full"
         return _Block(
@@ -179,6 +189,7 @@ class StepClock:
             sent_back=sent_back,
             sent_again=sent if full else 0.0,
             gathered=self._gathered(part),
+            returned=0.0 if self.budget_bytes is None else self._returned(part),
         )
 
     def _gathered(self, part: Part) -> float:
@@ -235,7 +246,7 @@ class StepClock:
         """Seconds of one action of a microbatch on a stage."""
         run, last = self.run, len(self.stages.ranges) - 1
         alike = self._alike[stage]
-        total = sum(n * block.seconds(kind, again, messages=messages) for block, again, n in alike)
+        total = sum(n * block.seconds(kind, again, self.cluster, messages=messages) for block, again, n in alike)
         each = run.tokens / run.tp / self.flops
         before, behind = self._outside if messages else (0.0, 0.0)
         if stage == 0:
@@ -273,6 +284,9 @@ class StepClock:
     def _reduced(self, rank: int) -> float:
         """Seconds of gradients' reductions of a rank of the pipeline, and of ZeRO's parameters, beyond its backward."""
         run = self.run
+        if self.budget_bytes is not None:  # beside the backwards, but for what comes last
+            outside = sum(self._returned(part) for part in self._parts if part.block < 0)
+            return run.num_microbatches * max(outside, self._blocks[0].returned)
         experts = sum(part.experts for part in self._own[rank])
         dense = sum(part.num_whole for part in self._own[rank]) - experts
         reducing = publishing = 0.0
@@ -289,7 +303,8 @@ class StepClock:
         last_bucket = min(1.0, BUCKET_BYTES / max(1, run.wide_bytes * (dense + experts)))
         # The gathers of the same backward have the link first.
         gathered = sum(self._blocks[i].gathered for stage in self.stages.own(rank) for i in self.stages.ranges[stage])
-        beyond = max(reducing - max(0.0, backward - gathered), last_bucket * reducing)
+        hides = max(0.0, backward - gathered)
+        beyond = max(self.cluster.beside(hides, reducing) - hides, last_bucket * reducing)
         times = run.num_microbatches if run.reduce_each else 1
         return times * beyond + publishing
 
@@ -313,53 +328,70 @@ class StepClock:
 
     # --- Gemini -------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def host_bytes(self) -> float:
-        """Bytes of a rank that lie on the host: parameters, and masters with their state."""
-        return self._offload[0] + self._offload[1]
+        """Bytes of a rank that lie on the host: of chunks that live there parameters, gradients, masters and state."""
+        run, elements = self.run, sum(part.num_updated for part in self._parts)
+        narrow = run.width_bytes * elements if run.width_bytes < run.wide_bytes else 0
+        return self._away * (self._shard_bytes + narrow)
 
     @cached_property
-    def _offload(self) -> tuple[float, float, float]:
-        """Of a rank's shard: bytes of parameters and of masters and state on the host; the latter's whole.
+    def _shard_bytes(self) -> float:
+        """Masters, gradients and state of all that a rank's optimizer updates."""
+        elements = sum(part.num_updated for part in self._parts)
+        return 2 * self.run.wide_bytes * elements + sum(part.state for part in self._parts)
 
+    @cached_property
+    def _away(self) -> float:
+        """The share of the model that lives on the host.
+
+        A chunk that lives on the device takes its whole buffer there, since a gathered one never leaves, and its shard;
+        of one rank in the format of its masters the buffer is the masters.
         Raises UserError for a budget that leaves nothing for the model.
         """
         if self.budget_bytes is None:
-            return 0.0, 0.0, 1.0
+            return 0.0
         run = self.run
-        parameters = sum(run.width_bytes * part.num_updated for part in self._parts)
-        updated = sum(run.wide_bytes * part.num_updated + part.state for part in self._parts)
         found = estimate_memory(self.model, run)
-        room = self.budget_bytes - found.activations_bytes - found.buffers_bytes
+        room = self.budget_bytes - found.activations_bytes - (found.buffers_bytes - found.units_bytes) - self._passing
         if room < 0:
             raise UserError(f"a budget of {self.budget_bytes} bytes leaves nothing for the model's data")
-        resident = min(parameters, room)
-        # Gradients take the place of masters while they are there.
-        gradients = sum(run.wide_bytes * part.num_updated for part in self._parts)
-        share = min(1.0, (room - resident) / (updated + gradients))
-        return parameters - resident, (1 - share) * updated, updated
+        buffers = run.width_bytes * sum(part.num_whole for part in self._parts)
+        if run.num_gradient_ranks == 1 and run.width_bytes == run.wide_bytes:
+            buffers = 0
+        return max(0.0, 1 - room / (buffers + self._shard_bytes))
 
     @property
-    def _away(self) -> float:
-        """The share of the update that is the host's."""
-        return self._offload[1] / self._offload[2]
+    def _passing(self) -> int:
+        """Bytes of chunks on their way, none of which need be more than a parameter: one that is used, one that comes.
+
+        Between ranks also their messages: its gathered parameters, and its gradients (`core.gemini.transport`).
+        """
+        run, largest = self.run, max(max(part.whole) for part in self._parts)
+        messages = run.width_bytes + run.wide_bytes if run.num_gradient_ranks > 1 else 0
+        return largest * (2 * run.width_bytes + messages)
 
     @cached_property
     def _brought(self) -> float:
-        """Seconds an element in which parameters come from the host before each use."""
-        if self.budget_bytes is None:
-            return 0.0
-        whole = sum(part.num_whole for part in self._parts)
-        return self._offload[0] / self.cluster.to_host.bytes_per_s / whole
+        """Seconds an element of what is gathered in which a rank's own part of it comes from the host first."""
+        whole, own = (sum(getattr(part, name) for part in self._parts) for name in ("num_whole", "num_updated"))
+        return self._away * self.run.width_bytes * own / whole / self.cluster.to_host.bytes_per_s
 
-    def _host(self, backward_s: float) -> float:
-        """Seconds of gradients that leave, beyond the backward, of the host's update, and of what it brings back."""
-        if self.budget_bytes is None:
-            return 0.0
-        run, elements = self.run, self._away * sum(part.num_updated for part in self._parts)
-        rate = self.cluster.to_host.bytes_per_s
-        leaving = run.wide_bytes * elements / rate
-        return max(0.0, leaving - backward_s) + self._offload[1] / HOST_UPDATE + run.width_bytes * elements / rate
+    def _returned(self, part: Part) -> float:
+        """Seconds in which a part's gradients of a microbatch are reduced, in wide, and this rank's go to the host."""
+        found, wide = 0.0, self.run.wide_bytes
+        for elements, (shards, copies, _) in zip(
+            (part.num_whole - part.experts, part.experts), self._forms, strict=True
+        ):
+            found += seconds_of("reduce_scatter", wide * elements, *shards)
+            found += seconds_of("all_reduce", wide * elements / shards[0], *copies)
+        # Of one rank they leave in the format in which they were computed.
+        width = wide if self.run.num_gradient_ranks > 1 else self.run.width_bytes
+        return found + self._away * width * part.num_updated / self.cluster.to_host.bytes_per_s
+
+    def _host(self) -> float:
+        """Seconds of the host's update, for which the next step waits."""
+        return self._away * self._shard_bytes / self.cluster.host_update
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -372,7 +404,7 @@ class StepClock:
         """(reductions, update, host) of the ranks that take longest."""
         ranks = range(self.run.pp)
         reduced, update = max(map(self._reduced, ranks)), max(map(self._update, ranks))
-        return reduced, update, self._host(self._backward(0)) if self.budget_bytes is not None else 0.0
+        return reduced, update, self._host()
 
     def least_s(self) -> float:
         """No more than the step takes: each rank waits for its first stage's input, and others for what it sends."""
@@ -392,14 +424,28 @@ class StepClock:
         run = self.run
         busy = max(map(self._busy, range(run.pp)))
         inside = busy if run.pp == 1 else span(run_schedule(run), self._cost, self.message_s)
-        compute = max(
+        each = [
             run.num_microbatches
             * sum(self.action_s(kind, stage, messages=False) for stage in self.stages.own(rank) for kind in self._kinds)
             for rank in range(run.pp)
-        )
+        ]
+        compute = max(each)
         reduced, update, host = self._behind
-        total = inside + reduced + update + host
-        return StepTime(total, compute, max(0.0, busy - compute), max(0.0, inside - busy), reduced, update, host)
+        shared = self._shared(sum(each) / run.pp, max(0.0, busy - compute), inside)
+        shared += (self.cluster.crowd - 1) * (update + host)
+        total = inside + reduced + update + host + shared
+        messages, bubble = max(0.0, busy - compute), max(0.0, inside - busy)
+        return StepTime(total, compute, messages, bubble, reduced, update, host, shared)
+
+    def _shared(self, compute_s: float, messages_s: float, inside_s: float) -> float:
+        """Seconds beyond a step on devices of their own in which ranks that share some wait for one another.
+
+        No device does more than one rank's work at a time (Brent 1974): all that is computed, by as many devices, is
+        the least; a rank that waits for a stage leaves the device to others. Messages were measured in the crowd.
+        """
+        if self.cluster.crowd == 1:
+            return 0.0
+        return max(0.0, self.cluster.crowd * compute_s + messages_s - inside_s)
 
     def _cost(self, action: Action) -> float:
         return self._actions[action.kind, action.stage]

@@ -1,7 +1,7 @@
 """Plans of a decoder's training on a cluster: all ways to run it that are known here, and those that none beats.
 
 1. `meshes`: pp, dp, cp, ep and tp (1d in a machine, the grids where they divide) whose product is the ranks, as far as
-   blocks, rows, experts and the model's own plan allow.
+   blocks, rows, experts and the model's own plan allow; each in the formats that the GPU computes in (`precisions`).
 2. `runs` of a mesh: ZeRO, the schedule of the stages, rows of a microbatch, checkpointing, when gradients are reduced.
    What does not fit is dropped by `core.estimate.estimate_memory`. Where all that a microbatch can keep is too much,
    larger ones are not tried. gpipe is not: 1f1b takes as long and keeps less.
@@ -17,7 +17,7 @@ import math
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from core.auto.machines import GIB, USABLE_SHARE, Cluster
 from core.auto.step_time import StepClock, StepTime
@@ -30,10 +30,11 @@ from core.optim.build import OptimConfig
 from core.parallel.context import check_length
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeMode
-from core.precision import Precision
+from core.precision import Precision, compute_dtype
 
 MOST_GRID_RANKS, MOST_CONTEXT_RANKS, MOST_ROWS = 64, 8, 64
 """Of tensor parallelism on a grid, of context parallelism, and of a microbatch: beyond, nothing is tried."""
+SIXTEEN: tuple[Precision, ...] = ("bf16", "fp16")
 LEAST_TOKENS = 1024
 """Of a rank of context parallelism: of fewer, nothing is tried."""
 RECOMPUTED: tuple[tuple[RecomputeMode, int], ...] = (
@@ -52,8 +53,9 @@ BUDGETS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 class Job:
     """A training run whose way to run is sought.
 
-    batches  rows of the global batch: of a batch that grows all that it has, the last one being planned
-    held     options by their dotted names that are given: `mesh.tp`, `zero`, …
+    batches    rows of the global batch: of a batch that grows all that it has, the last one being planned
+    precision  the one of 16 bits that is tried, where it is one and the GPU has it
+    held       options by their dotted names that are given: `mesh.tp`, `zero`, …
     """
 
     model: DecoderConfig
@@ -101,6 +103,7 @@ def options_of(run: RunShape, budget_bytes: int | None = None) -> dict[str, Any]
     """See `Plan.options`."""
     hybrid = run.zero > 0 and run.dp_replicate > 1
     return {
+        "precision": run.precision,
         "mesh.pp": run.pp,
         "mesh.dp_replicate": run.dp_replicate if hybrid else None,
         "mesh.cp": run.cp,
@@ -150,10 +153,30 @@ def tensor_forms(ranks: int, per_machine: int) -> Iterator[tuple[TpMode, int]]:
             yield "3d", 1
 
 
+def precisions(job: Job, cluster: Cluster) -> list[Precision]:
+    """The formats that are tried: fp32, and one of 16 bits, since fp16 takes the time and the bytes of bf16.
+
+    Raises UserError for a format that is given and that the GPU has no units for.
+    """
+    names: tuple[Precision, ...] = get_args(Precision)
+    has = [name for name in names if cluster.gpu.peak_flops(compute_dtype(name)) is not None]
+    if (given := job.held.get("precision")) is not None:
+        if given not in has:
+            raise UserError(
+                f"precision={given} and a {cluster.gpu.name} does not compute in it; give --precision "
+                f"{' or '.join(name for name in has)}, or another --gpu"
+            )
+        return [given]
+    tried: tuple[Precision, ...] = (job.precision, *SIXTEEN)
+    sixteen = [name for name in tried if name in has and name in SIXTEEN]
+    wide: Precision = "fp32"
+    return sixteen[:1] + ([wide] if wide in has else [])
+
+
 def meshes(job: Job, cluster: Cluster) -> Iterator[RunShape]:
-    """Runs of every mesh of the cluster's ranks, with nothing else said."""
-    shape, ranks = decoder_shape(job.model), cluster.ranks
-    plain = RunShape(precision=job.precision, optimizer=job.optimizer, sequence_length=job.sequence_length)
+    """Runs of every mesh of the cluster's ranks in every format, with nothing else said."""
+    shape, ranks, formats = decoder_shape(job.model), cluster.ranks, precisions(job, cluster)
+    plain = RunShape(precision=formats[0], optimizer=job.optimizer, sequence_length=job.sequence_length)
     # Pipelines outside, because runs of as many stages share their schedules.
     for pp in divisors(ranks):
         for tp in divisors(ranks // pp):
@@ -166,7 +189,7 @@ def meshes(job: Job, cluster: Cluster) -> Iterator[RunShape]:
                         sizes = {"pp": pp, "tp": tp, "tp_mode": mode, "tp_depth": depth, "ep": ep}
                         run = replace(plain, **sizes, cp=cp, cp_exchange=exchange, dp_replicate=data)
                         if ep <= max(1, shape.num_experts) and _may_be(job, run) and _is_possible(shape, run):
-                            yield run
+                            yield from (replace(run, precision=precision) for precision in formats)
 
 
 def _contexts(ranks: int, mode: TpMode, length: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,12 @@ from core.trace.segments import is_kept
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the fullest rank. Each kind at its own largest; `phases` say what is alive together."""
+    """Bytes of the fullest rank. Each kind at its own largest; `phases` say what is alive together.
+
+    held  what lies there between backward and update: parameters, masters that are not these, what the optimizer reads
+          as gradients, its state without counters of steps. The kinds above are those of the published table
+    units_bytes  of the buffers, what FSDP2 has of units that it gathers and reduces
+    """
 
     parameters_bytes: int
     gradients_bytes: int
@@ -56,6 +61,8 @@ class MemoryEstimate:
     activations_bytes: int
     buffers_bytes: int
     phases: dict[str, int]
+    held: Mapping[str, int] = field(default_factory=dict)
+    units_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -82,13 +89,18 @@ class MemoryEstimate:
 
 def estimate_memory(model: ModelShape, run: RunShape) -> MemoryEstimate:
     """The estimate for the rank that needs most: of a pipeline, with the microbatches that its schedule keeps."""
+    return max(estimate_places(model, run).values(), key=lambda m: m.peak_bytes)
+
+
+def estimate_places(model: ModelShape, run: RunShape) -> dict[int, MemoryEstimate]:
+    """The estimates of those of a pipeline's ranks of which one needs most; without a pipeline of all alike."""
     stages = stages_of(model, run)
     own: list[list[Part]] = [[] for _ in range(run.pp)]
     for part in model.parts(run):
         own[stages.rank_of(part.block)].append(part)
     sizes = {id(block): _block_bytes(block, run) for block in (model.block, model.largest_block)}
-    found = (_rank_memory(model, run, stages, rank, own[rank], sizes) for rank in _telling(model, run, stages, own))
-    return max(found, key=lambda m: m.peak_bytes)
+    telling = _telling(model, run, stages, own)
+    return {rank: _rank_memory(model, run, stages, rank, own[rank], sizes) for rank in telling}
 
 
 def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[list[Part]]) -> list[int]:
@@ -99,7 +111,8 @@ def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[lis
     for rank, parts in enumerate(own):
         blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
         sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
-        others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank), [])
+        goes_on = run_schedule(run).goes_on[rank]
+        others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank, goes_on), [])
         if not any(_keeps_as_much(in_flight[other], in_flight[rank]) for other in others):
             others.append(rank)
     return [rank for ranks in telling.values() for rank in ranks]
@@ -188,7 +201,8 @@ def _rank_memory(
 ) -> MemoryEstimate:
     """sizes: by the identity of the model's kinds of blocks."""
     parts = own + _copies(model, run, stages, rank)
-    state, grads = _state_bytes(parts, run), _gradient_bytes(model, parts, run)
+    goes_on = run.pp == 1 or run_schedule(run).goes_on[rank]
+    state, grads = _state_bytes(parts, run), _gradient_bytes(model, parts, run, goes_on)
     head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
@@ -221,6 +235,13 @@ def _rank_memory(
             head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + max(kernel, sent)
         ),
         phases={name: round(num_bytes) for name, num_bytes in phases.items()},
+        held={
+            "parameters": state.parameters,
+            "masters": state.masters,
+            "gradients": grads.own,
+            "state": sum(part.state for part in parts),
+        },
+        units_bytes=gathered + grads.message if run.zero == 3 else 0,
     )
 
 
@@ -250,12 +271,16 @@ def _num_updated(parts: list[Part]) -> int:
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes by the published table; `resident` of them (all but gradients) stay through the step."""
+    """Bytes by the published table; `resident` of them (all but gradients) stay through the step.
+
+    masters  of the optimizer's side, those that are not the parameters themselves
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     resident: int
+    masters: int = 0
 
 
 def _state_bytes(parts: list[Part], run: RunShape) -> _State:
@@ -272,6 +297,7 @@ def _state_bytes(parts: list[Part], run: RunShape) -> _State:
         gradients=width * with_gradient,
         optimizer=state + (master + reduced) * updated,
         resident=width * whole + state + master * updated,
+        masters=master * updated,
     )
 
 
@@ -295,10 +321,18 @@ class _Gradients:
     message: int
 
 
-def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> _Gradients:
+def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on: bool) -> _Gradients:
+    """goes_on: whether the rank runs forwards when it has gradients of earlier microbatches."""
     wide, sharded = run.wide_bytes, run.zero >= 2
     message, everything = wide * _largest_message(model, parts, run), wide * _num_whole(parts)
     own = wide * (_num_updated(parts) if sharded else _num_whole(parts))
+    if run.zero == 1 and run.shard_ranks > 1:  # a rank's rows stand in the whole message
+        own = wide * sum(part.padded for part in parts)
+    if run.holds_whole_gradients and not goes_on:  # activations are fullest before the first of them
+        behind = wide * _num_whole([part for part in parts if part.block >= model.num_blocks])
+        # A message is made whole with its first gradient.
+        first = message if run.num_gradient_ranks > 1 else behind
+        return _Gradients(0, first, everything, everything, own, 0)
     if run.holds_whole_gradients:
         return _Gradients(everything, everything, everything, everything, own, 0)
     after = [part for part in parts if part.block >= 0]
@@ -310,11 +344,19 @@ def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> _Gra
         )
         return _Gradients(0, first, first_block, everything, own, 0)
     if not sharded or run.shard_ranks == 1:
+        if run.zero == 1 and not any(
+            part.experts for part in parts
+        ):  # a rank's rows stand in the whole message, padded
+            own = wide * run.shard_ranks * _num_updated(parts)
         return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, 0)
     # One message is filled while the one before it travels; what is left of a message is its shard.
     moving = min(everything, 2 * message)
     earlier = own if run.num_microbatches > 1 else 0
-    first, first_block, whole = (earlier + n + moving for n in (0, behind_embedding, own))
+    # FSDP2 adds a unit's to those of earlier microbatches as they come, ZeRO-2 all of them when all are there.
+    new = (0, 0, 0) if earlier and run.zero == 3 else (0, behind_embedding, own)
+    first, first_block, whole = (earlier + n + moving for n in new)
+    if run.zero == 3:  # where activations are fullest, the last block's have just come
+        first -= moving - min(everything, message)
     return _Gradients(earlier, first, first_block, whole, own, message)
 
 

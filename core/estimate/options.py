@@ -59,6 +59,10 @@ class PlannedRun(PlannedMachine, ParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_machine()
+        self.check_gpu()
+
+    def check_gpu(self) -> None:
+        """Raises UserError for a device of which nobody knows what it computes in the run's format."""
         if self.gpu is not None and self.peak_flops is None:
             raise UserError(f"gpu={self.gpu} has no known {self.precision} peak; give A100, H100, H200, B200, L4, …")
 

@@ -59,6 +59,7 @@ class Part:
     updated  what its optimizer updates
     experts  elements of `whole` that are experts'
     state    bytes of the optimizer's state
+    padded   elements of a message of all ranks' rows, each rank's as many as the largest
     """
 
     block: int
@@ -66,6 +67,7 @@ class Part:
     updated: tuple[int, ...]
     experts: int = 0
     state: int = 0
+    padded: int = 0
 
     @cached_property
     def num_whole(self) -> int:
@@ -214,7 +216,11 @@ class ModelShape:
             role = role_of(weight.name, weight.shape)
             state += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, role=role, ranks=ranks)
         experts = sum(n for n, weight in zip(whole, weights, strict=True) if weight.experts)
-        return Part(block, tuple(whole), tuple(map(math.prod, updated)), experts, state)
+        own = tuple(map(math.prod, updated))
+        padded = sum(
+            n * run.shard_ranks // (run.ep if weight.experts else 1) for n, weight in zip(own, weights, strict=True)
+        )
+        return Part(block, tuple(whole), own, experts, state, padded)
 
     def held(self, weight: Weight, run: RunShape) -> tuple[int, ...]:
         """The largest part of a weight that a rank computes with."""

@@ -20,7 +20,7 @@ import gc
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,9 +64,9 @@ log = logging.getLogger("estimate")
 class StepEstimate:
     """The estimate of the first rank, who has the largest shards; of a pipeline, of the fullest stage's.
 
-    gradients_bytes    what the optimizer reads
+    gradients_bytes    of masters, also of a copy that another stage's rank updates
     masters_bytes      those that are not the parameters themselves
-    state_bytes        the optimizer's
+    state_bytes        the optimizer's; counters_bytes of them count steps
     activations_bytes  what a microbatch's forward leaves for its backward; of a pipeline's first backward, those of all
                        microbatches that are in flight then
     phases             the most bytes alive at once in each part of the step
@@ -84,6 +84,7 @@ class StepEstimate:
     flops: float
     compute_s: float
     sent: Volume
+    counters_bytes: int = 0
 
     @property
     def optimizer_bytes(self) -> int:
@@ -121,7 +122,7 @@ def estimate_step(
     optimizer: OptimConfig | None = None,
     num_microbatches: int = 1,
 ) -> StepEstimate:
-    """One optimizer step of `num_microbatches` microbatches.
+    """One optimizer step of `num_microbatches` microbatches, of the fullest rank.
 
     model  without values, on the meta device; it may be spread, and be of no more use
     loss   of a microbatch; makes its tensors itself, which then have no memory
@@ -130,8 +131,6 @@ def estimate_step(
     Raises UserError for what `parallelize` refuses, for Gemini, for an optimizer that evaluates the model, and for a
     step that looks at values.
     """
-    if parallel.gemini.budget is not None:
-        raise UserError(f"gemini.budget={parallel.gemini.budget}: Gemini plans the step by itself; leave it out")
     options = optimizer or OptimConfig()
     if spec_of(options.name).looks:
         raise UserError(
@@ -139,27 +138,27 @@ def estimate_step(
             "optimizer, such as adamw, and add what docs/optim.md says of its memory"
         )
     step = _Step(mesh, parallel, speed, model_plan(plan), options, loss, num_microbatches)
-    split = step.split(model)
-    ranks = [0] if split is None else telling_ranks(split, parallel.pipeline, num_microbatches)
-    found = [step.of_rank(model, split, rank) for rank in ranks]
+    found = step.of_places(model).values()
     fullest = max(found, key=lambda estimate: estimate.peak_bytes)
     return replace(fullest, compute_s=max(estimate.compute_s for estimate in found))
 
 
-def estimate_stages(
+def estimate_places(
     model: nn.Module,
     loss: Callable[[nn.Module], Tensor],
     mesh: MeshConfig,
     parallel: ParallelConfig,
-    speed: Speed,
-    plan: ModelPlan | Plan = NO_PLAN,
-    optimizer: OptimConfig | None = None,
-    num_microbatches: int = 1,
-) -> list[StepEstimate]:
-    """The same of each rank of the pp axis; the model is left as it was."""
-    step = _Step(mesh, parallel, speed, model_plan(plan), optimizer or OptimConfig(), loss, num_microbatches)
-    split = step.split(model)
-    return [step.of_rank(model, split, rank) for rank in range(mesh.pp)]
+    plan: ModelPlan | Plan,
+    optimizer: OptimConfig,
+    num_microbatches: int,
+    places: Collection[int],
+) -> dict[int, StepEstimate]:
+    """The same of the first rank of each of some places of a pipeline, and of its beginning; without one of that alone.
+
+    Arguments and errors as of `estimate_step`.
+    """
+    step = _Step(mesh, parallel, Speed(1e12, 1e12), model_plan(plan), optimizer, loss, num_microbatches)
+    return step.of_places(model, places)
 
 
 @dataclass
@@ -187,6 +186,21 @@ class _Step:
         self.plan = with_stages(self.plan, model, self.sizes.pp)
         assert self.plan.pipeline is not None
         return split_into_stages(model, self.plan.pipeline, self.sizes.pp, self.parallel.pipeline)
+
+    def of_places(self, model: nn.Module, places: Collection[int] | None = None) -> dict[int, StepEstimate]:
+        """The estimates of some of a pipeline's ranks, by default of those of which one is the fullest.
+
+        The first is always among them: only it knows the form of what stages hand on.
+        """
+        if self.parallel.gemini.budget is not None:
+            given = f"gemini.budget={self.parallel.gemini.budget}"
+            raise UserError(f"{given}: Gemini plans the step by itself; leave it out")
+        split = self.split(model)
+        ranks: Collection[int] = [0]
+        if split is not None:
+            telling = telling_ranks(split, self.parallel.pipeline, self.num_microbatches)
+            ranks = telling if places is None else sorted({0, *places})
+        return {rank: self.of_rank(model, split, rank) for rank in ranks}
 
     def of_rank(self, model: nn.Module, split: StageSplit | None, rank: int) -> StepEstimate:
         """The estimate of the first rank of a pipeline's stage; the model is left as it was."""
@@ -247,12 +261,14 @@ class _Step:
     def _run(self, account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> Traced:
         """The step, on a rank that has all that it keeps from step to step."""
         parameters = _storages(spread.model.parameters())
-        masters = _storages(spread.masters.values())
-        state = _storages(value for of_one in optimizer.state.values() for value in of_one.values())
         staged = isinstance(spread, Pipeline)
+        held = spread.inner.masters if staged else spread.masters  # those of a tied head's copy too
+        masters = _storages(held.values())
+        states = [value for of_one in optimizer.state.values() for value in of_one.values()]
+        state, counters = _storages(states), _storages(t for t in states if isinstance(t, Tensor) and not t.ndim)
         sums = self._run_stages(account, spread) if staged else self._run_whole(account, spread)
         spread.reduce()
-        gradients = _storages(master.grad for master in spread.masters.values() if master.grad is not None)
+        gradients = _storages(master.grad for master in held.values() if master.grad is not None)
         update(account, spread, optimizer)
         sums = added(account.sums(), sums)
         sums |= {
@@ -260,6 +276,7 @@ class _Step:
             "gradients": sum(gradients.values()),
             "masters": sum(size for key, size in masters.items() if key not in parameters),
             "state": sum(state.values()),
+            "counters": sum(counters.values()),
         }
         return Traced(sums, account.sections[:-1])
 
@@ -361,7 +378,7 @@ def _estimate(sums: Sums, phases: dict[str, int], sizes: dict[str, int]) -> Step
     calls, num_bytes = (
         Counter({key[1:]: round(n) for key, n in sums.items() if key[0] == kind and n}) for kind in ("calls", "bytes")
     )
-    held = ("parameters", "gradients", "masters", "state", "activations")
+    held = ("parameters", "gradients", "masters", "state", "counters", "activations")
     bytes_of = {f"{kind}_bytes": round(sums[kind]) for kind in held}
     sent = Volume(calls, num_bytes, sizes)
     return StepEstimate(**bytes_of, phases=phases, flops=sums["flops"], compute_s=sums["seconds"], sent=sent)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -43,8 +44,8 @@ def microbatch_bytes(
     length  of a sequence; under context parallelism what a rank has of it
     """
     sent: Sent = Counter()
-    for key, num_bytes in _messages(model, model_plan(plan), mesh, batch, length, widths):
-        sent[key] += num_bytes
+    for one in module_messages(model, plan, mesh, batch, length, widths):
+        sent[one.key] += one.num_bytes
     return +sent
 
 
@@ -57,14 +58,29 @@ def microbatch_calls(
     widths: Widths = Widths(),
 ) -> Sent:
     """The number of those messages that are not empty, for their latencies."""
-    keys = _messages(model, model_plan(plan), mesh, batch, length, widths)
-    return Counter(key for key, num_bytes in keys if num_bytes)
+    messages = module_messages(model, plan, mesh, batch, length, widths)
+    return Counter(one.key for one in messages if one.num_bytes)
 
 
-def _messages(
-    model: nn.Module, plan: ModelPlan, mesh: MeshConfig | AnyMesh, batch: int, length: int, widths: Widths
-) -> Iterator[tuple[tuple[str, str], int]]:
-    mesh = mesh_shape(mesh) if isinstance(mesh, MeshConfig) else mesh
+class ModuleMessage(NamedTuple):
+    """A message of a module by its name, in the microbatch's forward or backward; key: (operation, axis)."""
+
+    module: str
+    is_forward: bool
+    key: tuple[str, str]
+    num_bytes: int
+
+
+def module_messages(
+    model: nn.Module,
+    plan: ModelPlan | Plan,
+    mesh: MeshConfig | AnyMesh,
+    batch: int,
+    length: int,
+    widths: Widths = Widths(),
+) -> Iterator[ModuleMessage]:
+    """Those of `microbatch_bytes` one by one; of axes of one rank there are none."""
+    plan, mesh = model_plan(plan), mesh_shape(mesh) if isinstance(mesh, MeshConfig) else mesh
     table = placement(model, plan, mesh)
     for part, axes in plan.steps(mesh):
         axis = axes[0] if len(axes) == 1 else ""
@@ -73,10 +89,12 @@ def _messages(
                 module, prefix = model.get_submodule(name), f"{name}." if name else ""
                 layouts = {n: table[prefix + n].layout for n, _ in module.named_parameters(remove_duplicate=False)}
                 site = Site(module, layouts, mesh, axis, batch, length)
-                for message in (*style.messages.forward, *style.messages.backward):
+                both = (True, style.messages.forward), (False, style.messages.backward)
+                for is_forward, message in ((way, message) for way, messages in both for message in messages):
                     if axis_size(mesh, message.axis or axis) > 1:
                         num_bytes = round(widths.of(message) * message.elements(site))
-                        yield (message.operation, message.axis or axis), num_bytes
+                        key = message.operation, message.axis or axis
+                        yield ModuleMessage(name, is_forward, key, num_bytes)
 
 
 def partial_sum_bytes(table: Table, wide: int = 4) -> Sent:

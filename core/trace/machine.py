@@ -16,7 +16,10 @@ UNKNOWN_FLOPS = 1e11
 """Of a device whose peak nobody knows: what is computed in a second."""
 
 HOST_UPDATE = 2e10
-"""Bytes of masters and state that the host's optimizer goes through in a second."""
+"""Bytes of masters, gradients and state that a rank's optimizer on the host goes through in a second."""
+HOST_TRAFFIC = 30 / 16
+"""What AdamW reads and writes of the host's memory for each of these bytes: of an element it reads 16, master, gradient
+and two moments in fp32; it writes master and moments, 12, and 2 of the parameter."""
 
 LEAST_PROBE_BYTES, MOST_PROBE_BYTES = 1 << 22, 1 << 28
 """Of less a device's copy shows how long it takes to begin, and a host's what a cache gives; more adds nothing."""
@@ -82,6 +85,11 @@ def bandwidth_of(device: torch.device, ranks: int, num_bytes: int = LEAST_PROBE_
         for taken in (to_device - latency_s, to_host - latency_s, host_update, device_update)
     ]
     return Bandwidth(ranks * rates[0], ranks * rates[1], rates[2], rates[3], latency_s)
+
+
+def host_update_of(memory_bytes_per_s: float, ranks: int) -> float:
+    """Bytes that a rank's update goes through in a second, where so many ranks share a host's memory."""
+    return min(HOST_UPDATE, memory_bytes_per_s / ranks / HOST_TRAFFIC)
 
 
 def described_bandwidth(speed: Speed, link_bytes_per_s: float, ranks: int) -> Bandwidth:

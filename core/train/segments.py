@@ -10,7 +10,7 @@ from core.auto.checkpointing import Checkpointing, fastest, frontier
 from core.compose import ParallelConfig, with_stages
 from core.config import UserError, in_words, size_in_bytes
 from core.estimate.chain import estimate_chain
-from core.estimate.step import estimate_stages
+from core.estimate.step import estimate_places
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig
@@ -116,8 +116,9 @@ class _Step:
     def _peaks(self, plan: ModelPlan, chosen: Sequence[Checkpointing]) -> list[int]:
         """What the ranks take, stage by stage."""
         plan = replace(plan, recompute=tuple(item for one in chosen for item in one.segments))
-        given = self.model, self.loss, self.mesh, self.parallel, self.speed, plan, self.optimizer, self.num_microbatches
-        return [estimate.peak_bytes for estimate in estimate_stages(*given)]
+        given = self.model, self.loss, self.mesh, self.parallel, plan, self.optimizer or OptimConfig()
+        stages = estimate_places(*given, self.num_microbatches, range(self.mesh.pp))
+        return [estimate.peak_bytes for estimate in stages.values()]
 
 
 def _together(stages: Sequence[Checkpointing], peak: int) -> Checkpointing:

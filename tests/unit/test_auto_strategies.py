@@ -3,23 +3,43 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from apps.llm.config import PretrainConfig, check_combination
 from apps.llm.corpus import DataConfig
 from core.auto.costs import Link
 from core.auto.machines import Cluster, cluster_of, gpu_named
 from core.auto.step_time import StepClock, step_time
-from core.auto.strategies import RECOMPUTED, SCHEDULED, Job, divisors, meshes, nearest, options_of, runs, search
+from core.auto.strategies import (
+    RECOMPUTED,
+    SCHEDULED,
+    Job,
+    divisors,
+    meshes,
+    nearest,
+    options_of,
+    precisions,
+    runs,
+    search,
+)
+from core.compose import ParallelConfig
 from core.config import UserError
 from core.estimate import RunShape, decoder_shape, estimate_memory
+from core.estimate.residency import estimate_budget
+from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig
-from core.models.decoder import DecoderConfig
+from core.models.decoder import Decoder, DecoderConfig
+from core.models.plan import decoder_plan
 from core.models.shapes import SHAPES
 from core.nn.routing import MoEConfig
 from core.parallel.pipeline.schedule import Kind, PipelineConfig
+from core.parallel.recompute import RecomputeConfig
+from core.trace.machine import Speed
+from tests.support.accounted import decoder_loss
 
 SMALL = DecoderConfig(vocab_size=515, dim=64, num_layers=4, num_heads=4, ffn_dim=256, max_length=4096)
 EXPERTS = replace(SHAPES["debug_moe"], moe=MoEConfig(num_experts=4, experts_per_token=2))
@@ -251,6 +271,71 @@ def test_every_choice_is_in_the_space() -> None:
     assert {(run.recompute, run.recompute_every) for run in found} == set(RECOMPUTED)
     assert {(run.pipeline.schedule, run.pipeline.chunks) for run in found} == set(SCHEDULED)
     assert {run.zero for run in found} == {0, 1, 2, 3}
+    assert {run.precision for run in found} == {"bf16", "fp32"}
     assert {run.tp_mode for run in found} == {"1d", "2d", "2.5d", "3d"}
     assert {run.cp_exchange > 1 for run in found} == {run.reduce_each for run in found} == {True, False}
     assert len({(*options_of(run).items(), run.dp_shard) for run in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "own", "tried"),
+    [
+        ("a100-40gb", None, "bf16", ["bf16", "fp32"]),
+        ("a100-40gb", None, "fp16", ["fp16", "fp32"]),
+        ("a100-40gb", None, "fp32", ["bf16", "fp32"]),
+        ("v100-32gb", None, "bf16", ["fp16", "fp32"]),
+        ("l4", "fp32", "bf16", ["fp32"]),
+        ("a100-40gb", "fp64", "bf16", ["fp64"]),
+    ],
+)
+def test_formats_are_those_that_the_gpu_computes_in(gpu: str, given: Any, own: Any, tried: list[str]) -> None:
+    job = replace(JOB, precision=own, held={"precision": given})
+    on = cluster_of(gpu_named(gpu), 2, memory_bytes=ROOMY)
+    assert precisions(job, on) == tried
+    assert {run.precision for run in meshes(job, on)} == set(tried)
+    assert {plan.run.precision for plan in search(replace(job, batches=(2,)), on).plans} <= set(tried)
+
+
+def test_a_format_that_the_gpu_has_not_is_refused_by_name() -> None:
+    for gpu, precision, has in (("t4", "bf16", "fp32 or fp16"), ("l4", "fp64", "fp32 or bf16 or fp16")):
+        with pytest.raises(UserError, match=f"precision={precision} and a {gpu} does not compute in it; .* {has}"):
+            search(replace(JOB, held={"precision": precision}), cluster_of(gpu_named(gpu), 2))
+
+
+def test_ranks_that_share_a_link_to_their_host_wait_for_it() -> None:
+    """And those that share its memory update more slowly; gradients of each microbatch leave."""
+    wide = replace(SMALL, dim=512, num_layers=8, ffn_dim=2048, max_length=64)
+    model, run = decoder_shape(wide), RunShape(precision="bf16", sequence_length=64, zero=3, dp_shard=2)
+    budget = estimate_memory(model, run).peak_bytes // 3
+    on = cluster(2)
+    usual = step_time(model, run, on, budget)
+    halved = replace(on, to_host=Link(0.0, on.to_host.bytes_per_s / 2))
+    assert step_time(model, run, halved, budget).step_s > 1.3 * usual.step_s
+    assert step_time(model, run, replace(on, host_update=on.host_update / 2), budget).host_s == 2 * usual.host_s
+    again = step_time(model, replace(run, num_microbatches=2), on, budget)
+    assert again.step_s - again.host_s > 1.8 * (usual.step_s - usual.host_s - usual.update_s)
+    sharing, alone = (cluster_of(gpu_named(name), 8) for name in ("a100-40gb", "a100-pcie-40gb"))
+    assert 2 * sharing.to_host.bytes_per_s == alone.to_host.bytes_per_s
+
+
+@pytest.mark.parametrize(("precision", "share"), [("fp32", 0.5), ("bf16", 0.4), ("bf16", 0.7)])
+def test_gemini_takes_of_the_host_what_its_own_planner_says(precision: Any, share: float) -> None:
+    """And as long: the search has a closed form of what `core.gemini` decides by a trace of the step."""
+    config = replace(SMALL, dim=256, num_layers=12, ffn_dim=1024, max_length=64)
+    run = RunShape(precision=precision, sequence_length=64, zero=3, recompute="full")
+    model, on = decoder_shape(config, device_type="cpu"), cluster(1)
+    budget = int(share * estimate_memory(model, run).peak_bytes)
+    clock = StepClock(model, run, on, budget)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    options = ParallelConfig(
+        precision=precision, zero=3, recompute=RecomputeConfig("full"), gemini=GeminiConfig(str(budget))
+    )
+    speed = Speed(clock.flops, on.bytes_per_s)
+    given = decoder, partial(decoder_loss, 1, 64), run.mesh, options, speed, on.to_host.bytes_per_s
+    planned = estimate_budget(*given, decoder_plan(config, run.mesh)).plan
+    # Chunks are whole, and its planner leaves room for fetching ahead and keeps some between two uses.
+    assert clock.host_bytes == pytest.approx(planned.host_bytes, rel=0.25)
+    assert clock.time().host_s == pytest.approx(planned.busy_s["host_update"], rel=0.25)
+    brought_s = 2 * sum(part.num_whole for part in clock._parts) * clock._brought
+    assert 0.6 < brought_s * on.to_host.bytes_per_s / planned.to_device_bytes < 2

@@ -85,6 +85,14 @@ def test_ranks_that_do_not_exist() -> None:
     assert type(compat.fake_store()).__name__ == "FakeStore"
 
 
+def test_shardings_are_forgotten() -> None:
+    """What fails without it: tests/unit/test_auto_check.py, stages of tensors."""
+    from torch.distributed.tensor import DTensor
+
+    compat.forget_shardings()
+    assert DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_info().currsize == 0
+
+
 def test_checkpoints() -> None:
     noted = compat.storage_info("file", 3, 5)
     assert (noted.relative_path, noted.offset, noted.length) == ("file", 3, 5)

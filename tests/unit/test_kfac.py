@@ -371,7 +371,7 @@ def test_a_matrix_of_the_blocks_keeps_the_bytes_that_are_foretold(method: Any) -
     ]
     bias = model.get_parameter("blocks.0.bias")
     config = OptimConfig("kfac", method=method)
-    assert held[0] + held[1] == state_bytes(config, (5, 6), 8, hidden=True) + bias.nbytes
+    assert held[0] + held[1] == state_bytes(config, (5, 6), 8, role="matrix") + bias.nbytes
     assert held[1] == bias.nbytes
 
 

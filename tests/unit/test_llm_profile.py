@@ -93,3 +93,16 @@ def test_what_is_refused(words, said, folder, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=said) as refused:
         APP.dispatch(["profile", *words.replace("FOLDER", str(folder)).split()])
     assert "\n" not in str(refused.value)
+
+
+def test_seconds_of_a_gpu_are_those_of_its_operators(folder, capsys):
+    slow, fast = (
+        json.loads(profiled(capsys, folder, "--json", "--gpu", gpu, "--precision", "bf16"))["seconds"]
+        for gpu in ("l4", "h100")
+    )
+    assert fast < slow
+    found = json.loads(profiled(capsys, folder, "--json", "--gpu", "l4", "--precision", "bf16"))
+    assert slow >= 0.999 * (found["bytes_read"] + found["bytes_written"]) / 300e9
+    assert "on l4: each operator" in profiled(capsys, folder, "--gpu", "l4")
+    with pytest.raises(UserError, match="gpu=t4 does not compute in bf16"):
+        APP.dispatch(["profile", str(folder), "--gpu", "t4", "--precision", "bf16"])

@@ -119,6 +119,10 @@ def test_a_name_stands_for_its_recipe(capsys) -> None:
     [
         ([*WORDS[:3], "--gpus", "8", "--batch", "48"], "of which kind"),
         ([*WORDS[:4], "a100-60gb", "--gpus", "8"], "no GPU is called 'a100-60gb', did you mean a100"),
+        (
+            ["plan", "--model", "gpt2_124m", "--gpu", "t4", "--gpus", "2", "--precision", "bf16"],
+            "precision=bf16 and a t4 does not compute in it; give --precision fp32 or fp16",
+        ),
         ([*WORDS, "--gpus", "0"], "gpus=0; give a number that is at least 1"),
         ([*WORDS, "--gpus", "8", "--price", "nan"], "price=nan"),
         ([*WORDS, "--gpus", "8", "--price", "-1"], "price=-1.0; give a number that is at least 0"),

@@ -18,7 +18,7 @@ from core.compose import ParallelConfig, compile_blocks
 from core.config import UserError
 from core.estimate import RunShape, decoder_shape, estimate_memory
 from core.estimate.chain import estimate_chain
-from core.estimate.step import estimate_stages
+from core.estimate.step import estimate_places
 from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig
 from core.models.decoder import Decoder, initialise
@@ -434,7 +434,8 @@ def test_the_stages_of_a_pipeline_keep_to_their_budget(schedule: ScheduleName) -
     for budget in (least * 5 // 4, least * 3):
         found = choose_segments(*given, parallel(budget), SPEED, plan, num_microbatches=4)
         traced = replace(plan, recompute=found.segments)
-        peaks = [one.peak_bytes for one in estimate_stages(*given, parallel(budget), SPEED, traced, None, 4)]
+        stages = estimate_places(*given, parallel(budget), traced, OptimConfig(), 4, range(2))
+        peaks = [one.peak_bytes for one in stages.values()]
         assert max(peaks) == found.peak_bytes <= budget
         assert before is None or found.step.again_s < before
         before = found.step.again_s

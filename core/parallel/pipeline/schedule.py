@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from itertools import dropwhile
 from typing import Literal
 
 from core.config import UserError
@@ -180,6 +181,14 @@ class Schedule:
         if stuck:
             raise ValueError(f"no rank can go on; they are at {stuck}")
         return tuple(order)
+
+    @cached_property
+    def goes_on(self) -> tuple[bool, ...]:
+        """Of each rank, whether it runs a forward when it has gradients of an earlier backward."""
+        kinds = ([action.kind for action in actions] for actions in self.ranks)
+        return tuple(
+            any(kind is Kind.FORWARD for kind in dropwhile(lambda kind: kind is Kind.FORWARD, of)) for of in kinds
+        )
 
     @cached_property
     def moments(self) -> "tuple[tuple[tuple[Moment, ...], tuple[Moment, ...]], ...]":
