@@ -42,7 +42,7 @@ from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
-from core.parallel.pipeline.schedule import Action, Kind
+from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from core.parallel.pipeline.shapes import Form
 from core.parallel.pipeline.stages import split_into_stages
 from core.placement.stages import StageSplit
@@ -130,6 +130,11 @@ def estimate_step(
     """
     if parallel.gemini.budget is not None:
         raise UserError(f"gemini.budget={parallel.gemini.budget}: Gemini plans the step by itself; leave it out")
+    if mesh.pp > 1 and SCHEDULES[parallel.pipeline.schedule].runs_ahead:
+        raise UserError(
+            f"pipeline.schedule={parallel.pipeline.schedule}: its step begins the next one, which is not foreseen of "
+            "any model's; plan --pipeline.schedule 1f1b, which takes its activations and one version less"
+        )
     step = _Step(mesh, parallel, speed, model_plan(plan), optimizer or OptimConfig(), loss, num_microbatches)
     split = step.split(model)
     ranks = [0] if split is None else telling_ranks(split, parallel.pipeline, num_microbatches)

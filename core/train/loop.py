@@ -17,6 +17,7 @@ SIGTERM on any rank lets all ranks finish the step, save, and return.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -34,13 +35,13 @@ from core.nn.moe import load_figures
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import batch_factor, learning_rate
-from core.parallel.parallel_model import ParallelModel, Sample
+from core.parallel.parallel_model import ParallelModel, Sample, Work
 from core.precision import LossScale, compute_dtype, set_matmul_precision
 from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
 from core.train.config import TrainConfig
 from core.train.folder import changes, nothing_to_do, run_log
 from core.train.meter import Meter
-from core.train.state import TrainState, resume
+from core.train.state import StepTally, TrainState, resume
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -113,11 +114,16 @@ def fit(
         source = stack.enter_context(ahead)
         stop = stack.enter_context(StopRequest())
         meter = Meter(parallel, config, runtime, flops_per_token)
+        pauses = config.checkpoint.every, config.evaluate_every if evaluate is not None else 0
         step = first or 0
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
-        while step < last and not state.stopping:
+        following: dict[str, Tensor] | None = None
+        while step < last and (following is not None or not state.stopping):
+            batch = next(source) if following is None else following
+            ends = state.stopping or step + 1 == last or any(every and (step + 1) % every == 0 for every in pauses)
+            following = None if parallel.ahead is None or ends else next(source)
             with meter.step(state), hangs.step(f"step {step + 1}"):
-                row = train_step(state, next(source), loss, weight, config, step, lambda: stop.requested)
+                row = train_step(state, batch, loss, weight, config, step, lambda: stop.requested, following)
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
             if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
@@ -156,6 +162,7 @@ def train_step(
     config: TrainConfig,
     step: int,
     stop_requested: Callable[[], bool] = lambda: False,
+    following: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank.
 
@@ -163,31 +170,27 @@ def train_step(
     multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
 
     stop_requested  asked before the update, on every rank; one that says yes stops all after it (`state.stopping`)
+    following       the batch of the next step, which a pipeline that runs ahead begins in this one; it must be given
+                    to the next call. None: nothing may be under way when this returns
 
     The host waits for the device once: when it reads what says how the update goes (`TrainState.read_step`).
     """
     parallel, axis = state.parallel, data_axis(state.parallel.mesh)
-    device = parallel.device
-    scale = state.loss_scale.factor
-    parts = _microbatches(batch, config, device)
-    weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
-    whole_weight = weights.sum()
-    if axis.size() > 1:
-        dist.all_reduce(whole_weight, group=axis.get_group())
-
-    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor, int, int]) -> Tensor:
-        part, share, first_row, rows = microbatch
-        # Compiled blocks are not watched: a mode would be compiled with them.
-        with parallel.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
-            value = loss(parallel.model, part)
-        return value * share.to(torch.promote_types(value.dtype, torch.float32))
-
-    sizes = [len(next(iter(part.values()))) for part in parts]
-    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
-    microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
-    mean = parallel.run(microbatches, share_of_loss, scale)
-    parallel.reduce()
-    read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
+    ahead = parallel.ahead
+    if ahead is None:
+        scale = state.loss_scale.factor
+        microbatches, share_of_loss = _work(state, batch, loss, weight, config, step)
+        mean = parallel.run(microbatches, share_of_loss, scale)
+        parallel.reduce()
+        read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
+    else:
+        begin = partial(_begun, state, loss=loss, weight=weight, config=config, stop_requested=stop_requested)
+        work, tally = state.begun or begin(batch, step=step, scale=state.loss_scale.before)
+        state.begun = None
+        if following is not None:
+            state.begun = begin(following, step=step + 1, scale=state.loss_scale.factor)
+        scale = work.scale
+        read = state.read_sums(ahead.run_ahead(work, None if state.begun is None else state.begun[0]), tally)
     norm = read.norm / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
     rates = [
@@ -213,6 +216,51 @@ def train_step(
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
+
+
+def _work(
+    state: TrainState,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    weight: Callable[[dict[str, Tensor]], Tensor],
+    config: TrainConfig,
+    step: int,
+) -> tuple[list[Any], Callable[[Any], Tensor]]:
+    """The microbatches of a step on this rank, and their share of its loss: the arguments of `ParallelModel.run`."""
+    parallel, axis = state.parallel, data_axis(state.parallel.mesh)
+    device = parallel.device
+    parts = _microbatches(batch, config, device)
+    weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
+    whole_weight = weights.sum()
+    if axis.size() > 1:
+        dist.all_reduce(whole_weight, group=axis.get_group())
+
+    def share_of_loss(microbatch: tuple[dict[str, Tensor], Tensor, int, int]) -> Tensor:
+        part, share, first_row, rows = microbatch
+        # Compiled blocks are not watched: a mode would be compiled with them.
+        with parallel.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
+            value = loss(parallel.model, part)
+        return value * share.to(torch.promote_types(value.dtype, torch.float32))
+
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
+    microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
+    return microbatches, share_of_loss
+
+
+def _begun(
+    state: TrainState,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    weight: Callable[[dict[str, Tensor]], Tensor],
+    config: TrainConfig,
+    step: int,
+    scale: float,
+    stop_requested: Callable[[], bool],
+) -> tuple[Work, StepTally]:
+    """The same for a pipeline that runs ahead."""
+    tally = StepTally(state.parallel, stop_requested)
+    return Work(*_work(state, batch, loss, weight, config, step), scale, tally), tally
 
 
 def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.device) -> list[dict[str, Tensor]]:
