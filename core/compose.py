@@ -29,6 +29,7 @@ from core.mesh import EXPERT_AXIS, Zero, axis_size, context_mode, pipeline_ranks
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.ahead import AheadPipeline
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig
 from core.parallel.pipeline.stages import Stages, cut_into_stages, split_into_stages
@@ -99,10 +100,14 @@ class ParallelConfig:
             return
         if self.recompute.mode == "budget":
             self._check_budget_of_stages()
-        given = {"zero=3": self.zero == 3, "compile": self.compile}
-        for option, why in SCHEDULES[name].refuses.items():
+        if self.pipeline.microbatches is not None:
+            self.pipeline.check_microbatches(self.pipeline.microbatches, num_ranks)
+        given = {"zero=2": self.zero == 2, "zero=3": self.zero == 3, "compile": self.compile}
+        refused = SCHEDULES[name].refuses
+        for option, why in refused.items():
             if given.get(option):
-                nearest = "--zero 2" if option == "zero=3" else f"no {option}"
+                zero = "--zero 1" if "zero=2" in refused else "--zero 2"
+                nearest = zero if option.startswith("zero") else f"no {option}"
                 raise UserError(
                     f"{option} with pipeline.schedule={name}: {why}; use --pipeline.schedule 1f1b or interleaved, "
                     f"or {nearest}"
@@ -142,7 +147,10 @@ def parallelize(
     check_trained(model)
     table, stages, draws = cut(model, mesh, config, plan)
     parallel = _spread(model, mesh, config, table, materialise)
-    spread = parallel if stages is None else Pipeline(parallel, stages, config.pipeline)
+    spread = parallel
+    if stages is not None:
+        ahead = SCHEDULES[config.pipeline.schedule].runs_ahead
+        spread = (AheadPipeline if ahead else Pipeline)(parallel, stages, config.pipeline)
     spread.draws, spread.table = draws, table
     return spread
 

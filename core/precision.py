@@ -90,18 +90,20 @@ class LossScaleConfig:
 class LossScale:
     """The factor on the loss that keeps fp16 gradients from underflow; halves on overflow, doubles after a quiet while.
 
-    For other precisions the factor is 1 and stays so.
+    For other precisions the factor is 1 and stays so. `before` is what it was one step earlier: a pipeline that runs
+    ahead begins a step before it is known how the step before it went.
     """
 
     def __init__(self, precision: Precision, config: LossScaleConfig = LossScaleConfig()):
         self.dynamic = precision == "fp16"
         self.config = config
-        self.factor = config.initial if self.dynamic else 1.0
+        self.factor = self.before = config.initial if self.dynamic else 1.0
         self.good_steps = 0
         self.skipped_steps = 0
 
     def update(self, finite: bool) -> bool:
         """Take note of whether the step's gradients were finite; returns whether the step is to be applied."""
+        self.before = self.factor
         if not finite:
             self.skipped_steps += 1
             self.good_steps = 0
@@ -114,8 +116,9 @@ class LossScale:
         return True
 
     def state(self) -> dict[str, float]:
-        return {"factor": self.factor, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+        counts = {"good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+        return {"factor": self.factor, "before": self.before} | counts
 
     def load_state(self, state: dict[str, float]) -> None:
-        self.factor = float(state["factor"])
+        self.factor, self.before = float(state["factor"]), float(state.get("before", state["factor"]))
         self.good_steps, self.skipped_steps = int(state["good_steps"]), int(state["skipped_steps"])

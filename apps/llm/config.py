@@ -169,6 +169,7 @@ def resolved_mesh(config: PretrainConfig) -> MeshConfig:
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
     for _, batch in config.data.batch_size.stages:
         check_divides(batch, mesh.data_ranks)
+        config.microbatch_rows(batch // mesh.data_ranks)  # refuses what is too few for a schedule
     return mesh
 
 

@@ -236,6 +236,12 @@ class Checkpointer:
             self._ranks.all_reduce("read", lambda: load.read(self._ranks, self._mesh), lambda _: None)
         return load.stored.step, load.stored.values, load.rank_values
 
+    def values(self, at: int | Path | None) -> dict[str, Any]:
+        """The values of a checkpoint that `load` would load, on every rank, without its tensors; raises as it does."""
+        self._wait_for_all()
+        with _one_error(f"cannot load from {self.folder}"):
+            return self._ranks.broadcast("values", lambda: inspect(self._find(at)).values)
+
     def wait(self) -> None:
         """Return when no save is in flight; raises what went wrong in it."""
         if self._running is not None:

@@ -9,6 +9,7 @@ State, per parameter on a rank (ZeRO divides over dp_shard x cp, each parameter 
 
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
+A schedule that runs ahead keeps several versions of the parameters, and gradients of two steps.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
 gradients only at the last, so until then they are whole on every rank, at ZeRO-2 and 3 too.
 
@@ -111,8 +112,8 @@ def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[lis
     for rank, parts in enumerate(own):
         blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
         sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
-        goes_on = run_schedule(run).goes_on[rank]
-        others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank, goes_on), [])
+        ahead = run_schedule(run).goes_on[rank], _holds_two_steps(run, rank)
+        others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank, *ahead), [])
         if not any(_keeps_as_much(in_flight[other], in_flight[rank]) for other in others):
             others.append(rank)
     return [rank for ranks in telling.values() for rank in ranks]
@@ -219,16 +220,17 @@ def _rank_memory(
     first_block = grads.first_block + block.input + block.everything + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
-    resident = state.resident + bias + gathered
+    earlier = run.wide_bytes * _num_whole(parts) if _holds_two_steps(run, rank) else 0
+    resident = state.resident + bias + gathered + earlier
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
-        "update": state.resident + max(grads.own + kernel, sent),
+        "update": state.resident + earlier + max(grads.own + kernel, sent),
     }
     return MemoryEstimate(
         parameters_bytes=state.parameters,
-        gradients_bytes=state.gradients,
+        gradients_bytes=state.gradients + earlier,
         optimizer_bytes=state.optimizer,
         activations_bytes=round(max(kept + head.activations, kept_back + recomputed + block.working)),
         buffers_bytes=round(
@@ -254,6 +256,11 @@ def _copies(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> 
     if head is None or not head.tied or stages.owners[-1] != rank or stages.owners[0] == rank:
         return []
     return [model.copied_part(run)]
+
+
+def _holds_two_steps(run: RunShape, rank: int) -> bool:
+    """Whether gradients of the next step come before the update: on all stages but the first, which updates at once."""
+    return run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead and rank > 0
 
 
 def _num_whole(parts: list[Part]) -> int:
@@ -292,11 +299,14 @@ def _state_bytes(parts: list[Part], run: RunShape) -> _State:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
     updated = sharded if run.zero else whole
     master, reduced = (wide, wide) if width < wide else (0, 0)
+    versions = SCHEDULES[run.pipeline.schedule].versions if run.pp > 1 else 1
+    if versions > 1 and run.zero and run.shard_ranks > 1:
+        master = wide  # of its own: a master that is a view of one version would hold all of it
     return _State(
-        parameters=width * whole,
+        parameters=versions * width * whole,
         gradients=width * with_gradient,
         optimizer=state + (master + reduced) * updated,
-        resident=width * whole + state + master * updated,
+        resident=versions * width * whole + state + master * updated,
         masters=master * updated,
     )
 

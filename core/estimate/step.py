@@ -43,7 +43,7 @@ from core.optim.home import WholeMatrixOptimizer
 from core.optim.spec import spec_of
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
-from core.parallel.pipeline.schedule import Action, Kind
+from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind
 from core.parallel.pipeline.shapes import Form
 from core.parallel.pipeline.stages import split_into_stages
 from core.placement.stages import StageSplit
@@ -136,6 +136,11 @@ def estimate_step(
         raise UserError(
             f"optim.name={options.name}: its step evaluates the model, which a traced one does not show; plan another "
             "optimizer, such as adamw, and add what docs/optim.md says of its memory"
+        )
+    if mesh.pp > 1 and SCHEDULES[parallel.pipeline.schedule].runs_ahead:
+        raise UserError(
+            f"pipeline.schedule={parallel.pipeline.schedule}: its step begins the next one, which is not foreseen of "
+            "any model's; plan --pipeline.schedule 1f1b, which takes its activations and one version less"
         )
     step = _Step(mesh, parallel, speed, model_plan(plan), options, loss, num_microbatches)
     found = step.of_places(model).values()

@@ -13,7 +13,7 @@ from core.estimate.shape import ModelShape, RunShape
 from core.layout import even_shares
 from core.mesh import axis_size, mesh_shape
 from core.metrics import transformer_flops_per_token
-from core.parallel.pipeline.schedule import bubble_in_theory
+from core.parallel.pipeline.schedule import SCHEDULES, bubble_in_theory
 from core.parallel.recompute import SEGMENTED
 
 
@@ -51,6 +51,8 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     communication_s = sent / machine.bandwidth
     pipeline = run.pipeline
     bubble = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=run.again)
+    if SCHEDULES[pipeline.schedule].runs_ahead:
+        bubble = 0.0  # once in a run, not once in a step
     bubble_s = bubble / (1 - bubble) * compute_s
     return TimeEstimate(compute_s, communication_s, bubble_s, tokens * run.num_data_ranks * run.cp)
 

@@ -20,6 +20,15 @@ def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
     pipeline, each of whose parameters is a master on one stage. Where the masters lie may differ from rank to rank,
     on the host or on the device; the message lies where the mesh sends.
     """
+    total = gradient_squares(masters, mesh)
+    if mesh.size() > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def gradient_squares(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the square of `gradient_norm`."""
     total = torch.zeros((), dtype=torch.float64, device=device_of(mesh))
     found: dict[tuple[int, torch.device], list[Tensor]] = {}  # by how many ranks hold the same, and where it lies
     for master in masters:
@@ -29,9 +38,7 @@ def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
             found.setdefault((copies, master.device), []).append(master.grad)
     for (copies, _), grads in found.items():
         total += torch.stack(torch._foreach_norm(grads)).to(total).square().sum() / copies
-    if mesh.size() > 1:
-        dist.all_reduce(total)
-    return total.sqrt()
+    return total
 
 
 @torch.no_grad()

@@ -229,9 +229,30 @@ class Replicas(DataParallel):
         self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
         self._buckets = self._due = self._make_buckets()
         self._next = 0
+        self._listen()
+
+    def _listen(self) -> None:
         for bucket in self._buckets:
             for name in bucket.names:
                 self.parameters[name].register_post_accumulate_grad_hook(self._hook(name, bucket))
+
+    def replace_parameters(self, shares: bool) -> dict[str, nn.Parameter]:
+        """Compute from now on with parameters that are other tensors, of values to come with `publish`; return them.
+
+        Graphs that were made of the earlier ones keep those, and their gradients are added up with those of these.
+
+        shares  they may share the memory of masters that are whole and of their format, and have their values already
+        """
+        for bucket in self._buckets:
+            for name in bucket.names:
+                master, before = self.masters[name], self.parameters[name]
+                is_one = shares and bucket.ranks == 1 and master.dtype == before.dtype
+                value = local(before.detach())
+                # `.data` counts its own changes: autograd is to see those of the parameter, not of the master.
+                own = master.data.view(value.shape) if is_one else torch.empty_like(value)
+                self.parameters[name] = with_local(before, own)
+        self._listen()
+        return dict(self.parameters)
 
     def _adopt(self, names: list[str], dtype: torch.dtype) -> None:
         """Cast a parameter for computing, and make its master: the parameter itself, its rows, or a wide copy."""
@@ -319,6 +340,11 @@ class Replicas(DataParallel):
 
     def release(self) -> None:
         super().release()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Add gradients up anew; those that are the masters' already stay."""
+        self.completion.used.clear()
         for bucket in self._buckets:
             bucket.clear()
 

@@ -180,6 +180,7 @@ class Draws:
         self._step: tuple[int, int] | None = None
         self._counts: dict[str, int] = {}
         self._calls: dict[tuple[str, int], _Call] = {}
+        self._earlier = self._calls  # of the step before: a pipeline may compute it again when it has begun the next
         self._names: dict[int, str] = {}
         self._owners: set[int] = set()  # modules that call functional dropout
         self._first: tuple[int, int] | None = None
@@ -217,7 +218,7 @@ class Draws:
         watch  in the first step of all, find the modules that call functional dropout, and what is not covered
         """
         if self._step != (seed, step):
-            self._step, self._calls = (seed, step), {}
+            self._step, self._earlier, self._calls = (seed, step), self._calls, {}
             self._first = self._first or self._step
         before, self._now, self._counts = self._now, _Moment(seed, step, first_row, rows), {}
         try:
@@ -258,7 +259,7 @@ class Draws:
         if self._now is None and not self._calls:
             return None
         mark = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-        known = self._calls.get((name, mark))
+        known = self._calls.get((name, mark)) or self._earlier.get((name, mark))
         if known is not None or self._now is None:
             return known
         index = self._counts[name] = self._counts.get(name, -1) + 1

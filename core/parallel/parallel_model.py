@@ -12,7 +12,8 @@ A step is
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,45 @@ from core.placement.table import Table
 Sample = Callable[[], Sequence[Callable[[nn.Module], Any]]]
 """Draws the microbatches of a step: of each the function model -> its loss; or one function for all, which runs their
 forwards and backwards itself, and yields behind each backward."""
+
+
+class Tally(Protocol):
+    """Numbers of a step, fp64[size], that are added up over all ranks."""
+
+    size: int
+
+    def forwarded(self) -> None:
+        """Told when this stage's last forward of the step is over."""
+        ...
+
+    def of_stage(self, loss: Tensor) -> Tensor:
+        """The sums over the ranks of this stage, when its gradients are complete.
+
+        loss  the sum of the microbatches' losses; zero but on the last stage
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step's microbatches and their loss: the arguments of `ParallelModel.run`."""
+
+    microbatches: Sequence[Any]
+    loss: Callable[[Any], Tensor]
+    scale: float
+    tally: Tally
+
+
+class RunsAhead(Protocol):
+    """A model some of whose next step runs before a step ends."""
+
+    def run_ahead(self, work: Work, following: Work | None) -> Tensor:
+        """`run` and `reduce` of a step, and the beginning of the next.  Returns the sums of the step's tally.
+
+        work       what the last call was given to follow it, if anything
+        following  None: the next step is not begun
+        """
+        ...
 
 
 class ParallelModel(ABC):
@@ -45,6 +85,11 @@ class ParallelModel(ABC):
     draws: Draws = Draws()
 
     @property
+    def ahead(self) -> "RunsAhead | None":
+        """This, where a step begins before the one before it ends: then `run_ahead` takes the place of `run`."""
+        return None
+
+    @property
     def device(self) -> torch.device:
         """The device where the model computes; its inputs must lie there."""
         return device_of(self.mesh)
@@ -53,6 +98,19 @@ class ParallelModel(ABC):
     def frozen(self) -> dict[str, Tensor]:
         """name -> local tensor, tagged with its layout, of every parameter that is not trained."""
         return {n: detached(p) for n, p in self.model.named_parameters() if not p.requires_grad}
+
+    @property
+    def stashed(self) -> dict[str, Tensor]:
+        """name -> local tensor, tagged with its layout, of the parameters that the next step computes with.
+
+        Empty where those are the masters' values; checkpoints keep them.
+        """
+        return {}
+
+    @property
+    def schedule_name(self) -> str:
+        """Of a pipeline's steps."""
+        return "none"
 
     @property
     def device_peak_bytes(self) -> int | None:

@@ -112,6 +112,10 @@ class TrainConfig(ParallelConfig):
     def microbatch_rows(self, rows: int) -> list[int]:
         """The number of a rank's rows in each microbatch."""
         if self.microbatch is None and self.mesh.pp > 1:
-            return self.pipeline.microbatch_rows(rows, self.mesh.pp)
-        size = min(self.microbatch or rows, rows)
-        return [min(size, rows - start) for start in range(0, rows, size)]
+            sizes = self.pipeline.microbatch_rows(rows, self.mesh.pp)
+        else:
+            size = min(self.microbatch or rows, rows)
+            sizes = [min(size, rows - start) for start in range(0, rows, size)]
+        if self.mesh.pp > 1:
+            self.pipeline.check_microbatches(len(sizes), self.mesh.pp)
+        return sizes

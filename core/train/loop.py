@@ -18,6 +18,7 @@ SIGTERM on any rank lets all ranks finish the step, save, and return.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -37,14 +38,14 @@ from core.optim.build import groups_in_words
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.prediction import Predict
 from core.optim.schedule import batch_factor, learning_rate
-from core.parallel.parallel_model import ParallelModel, Sample
+from core.parallel.parallel_model import ParallelModel, Sample, Work
 from core.precision import LossScale, compute_dtype, set_matmul_precision
 from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
 from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
 from core.train.folder import changes, nothing_to_do, run_log
 from core.train.meter import Meter
-from core.train.state import TrainState, resume
+from core.train.state import StepTally, TrainState, resume
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
 Evaluate = Callable[[torch.nn.Module], Mapping[str, float]]
@@ -123,11 +124,16 @@ def fit(
         source = stack.enter_context(ahead)
         stop = stack.enter_context(StopRequest())
         meter = Meter(parallel, config, runtime, flops_per_token)
+        pauses = config.checkpoint.every, config.evaluate_every if evaluate is not None else 0
         step = first or 0
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
-        while step < last and not state.stopping:
+        following: dict[str, Tensor] | None = None
+        while step < last and (following is not None or not state.stopping):
+            batch = next(source) if following is None else following
+            ends = state.stopping or step + 1 == last or any(every and (step + 1) % every == 0 for every in pauses)
+            following = None if parallel.ahead is None or ends else next(source)
             with meter.step(state), hangs.step(f"step {step + 1}"):
-                row = train_step(state, next(source), loss, weight, config, step, lambda: stop.requested)
+                row = train_step(state, batch, loss, weight, config, step, lambda: stop.requested, following)
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
             if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
@@ -166,6 +172,7 @@ def train_step(
     config: TrainConfig,
     step: int,
     stop_requested: Callable[[], bool] = lambda: False,
+    following: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank.
 
@@ -173,45 +180,36 @@ def train_step(
     multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
 
     stop_requested  asked before the update, on every rank; one that says yes stops all after it (`state.stopping`)
+    following       the batch of the next step, which a pipeline that runs ahead begins in this one; it must be given
+                    to the next call. None: nothing may be under way when this returns
 
     The host waits for the device once: when it reads what says how the update goes (`TrainState.read_step`).
     """
     parallel, axis = state.parallel, data_axis(state.parallel.mesh)
-    device = parallel.device
-    scale = state.loss_scale.factor
-    parts = _microbatches(batch, config, device)
-    weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
-    whole_weight = weights.sum()
-    if axis.size() > 1:
-        dist.all_reduce(whole_weight, group=axis.get_group())
-
-    def share_of_loss(microbatch: Microbatch) -> Tensor:
-        part, share, first_row, rows = microbatch
-        seen = nullcontext()
-        if curvature is not None:
-            seen = curvature.watching(microbatch, share * whole_weight, whole_weight, scale)
-        # Compiled blocks are not watched: a mode would be compiled with them.
-        with seen, parallel.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
-            value = loss(parallel.model, part)
-        return value * share.to(torch.promote_types(value.dtype, torch.float32))
-
-    sizes = [len(next(iter(part.values()))) for part in parts]
-    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
-    shares = (weights / whole_weight).unbind()
-    microbatches = [Microbatch(*each) for each in zip(parts, shares, first_rows, sizes, strict=True)]
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
     rates = [
         learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
     ]
-    curvature = state.curvature
-    if curvature is not None and curvature.solves:
-        figures = _minimise(state, microbatches, rates, step, stop_requested())
-        return figures | {"tokens": num_tokens(batch) * axis.size()}
-    if curvature is not None:
-        curvature.look(microbatches, weights, loss, step, scale)
-    mean = parallel.run(microbatches, share_of_loss, scale)
-    parallel.reduce()
-    read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
+    ahead, curvature = parallel.ahead, state.curvature
+    if ahead is None:
+        scale = state.loss_scale.factor
+        microbatches, share_of_loss, weights = _work(state, batch, loss, weight, config, step)
+        if curvature is not None and curvature.solves:
+            figures = _minimise(state, microbatches, rates, step, stop_requested())
+            return figures | {"tokens": num_tokens(batch) * axis.size()}
+        if curvature is not None:
+            curvature.look(microbatches, weights, loss, step, scale)
+        mean = parallel.run(microbatches, share_of_loss, scale)
+        parallel.reduce()
+        read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
+    else:
+        begin = partial(_begun, state, loss=loss, weight=weight, config=config, stop_requested=stop_requested)
+        work, tally = state.begun or begin(batch, step=step, scale=state.loss_scale.before)
+        state.begun = None
+        if following is not None:
+            state.begun = begin(following, step=step + 1, scale=state.loss_scale.factor)
+        scale = work.scale
+        read = state.read_sums(ahead.run_ahead(work, None if state.begun is None else state.begun[0]), tally)
     norm = read.norm / scale
     if state.loss_scale.update(norm < float("inf")):
         clip = config.optim.clip_norm
@@ -256,6 +254,55 @@ def _minimise(
     if curvature.optimizer.fallbacks:
         figures["curvature_fallbacks"] = curvature.optimizer.fallbacks
     return figures
+
+
+def _work(
+    state: TrainState,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    weight: Callable[[dict[str, Tensor]], Tensor],
+    config: TrainConfig,
+    step: int,
+) -> tuple[list[Microbatch], Callable[[Microbatch], Tensor], Tensor]:
+    """The microbatches of a step on this rank, their share of its loss (arguments of `ParallelModel.run`), weights."""
+    parallel, axis, curvature = state.parallel, data_axis(state.parallel.mesh), state.curvature
+    device, scale = parallel.device, state.loss_scale.factor
+    parts = _microbatches(batch, config, device)
+    weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
+    whole_weight = weights.sum()
+    if axis.size() > 1:
+        dist.all_reduce(whole_weight, group=axis.get_group())
+
+    def share_of_loss(microbatch: Microbatch) -> Tensor:
+        part, share, first_row, rows = microbatch
+        seen = nullcontext()
+        if curvature is not None:
+            seen = curvature.watching(microbatch, share * whole_weight, whole_weight, scale)
+        # Compiled blocks are not watched: a mode would be compiled with them.
+        with seen, parallel.draws.at(config.seed, step, first_row, rows, watch=not config.compile):
+            value = loss(parallel.model, part)
+        return value * share.to(torch.promote_types(value.dtype, torch.float32))
+
+    sizes = [len(next(iter(part.values()))) for part in parts]
+    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
+    shares = (weights / whole_weight).unbind()
+    return [Microbatch(*each) for each in zip(parts, shares, first_rows, sizes, strict=True)], share_of_loss, weights
+
+
+def _begun(
+    state: TrainState,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    weight: Callable[[dict[str, Tensor]], Tensor],
+    config: TrainConfig,
+    step: int,
+    scale: float,
+    stop_requested: Callable[[], bool],
+) -> tuple[Work, StepTally]:
+    """The same for a pipeline that runs ahead."""
+    tally = StepTally(state.parallel, stop_requested)
+    microbatches, share_of_loss, _ = _work(state, batch, loss, weight, config, step)
+    return Work(microbatches, share_of_loss, scale, tally), tally
 
 
 def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.device) -> list[dict[str, Tensor]]:

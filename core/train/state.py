@@ -1,20 +1,24 @@
 """The state of a training run from step to step, and in checkpoints."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import Checkpointer, rng_state, set_rng_state
 from core.config import UserError
-from core.mesh import GRID_AXES, axis_size, data_axis
-from core.nn.moe import take_load
+from core.mesh import GRID_AXES, axis_size, data_axis, stage_axis
+from core.nn.moe import MoE, take_load
 from core.optim.average import WeightAverage
+from core.optim.clip import gradient_squares
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
-from core.parallel.parallel_model import ParallelModel
+from core.parallel.parallel_model import ParallelModel, Work
+from core.parallel.pipeline.schedule import SCHEDULES
 from core.precision import LossScale
 from core.runtime import agreed
 from core.train.config import TrainConfig
@@ -42,6 +46,7 @@ class TrainState:
         self.loaded: dict[str, Any] = {}
         self.stopping = False
         self.loss = float("nan")
+        self.begun: tuple[Work, StepTally] | None = None  # a pipeline's next step, where the last one has begun it
         self._skipped_in_a_row = 0
 
     @property
@@ -57,6 +62,7 @@ class TrainState:
         frozen = self.parallel.frozen if self.keep_frozen else {}
         found = {f"model/{name}": parameter for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.parallel.masters.items()}
+        found |= {f"stashed/{name}": parameter for name, parameter in self.parallel.stashed.items()}
         persistent = self.parallel.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.parallel.model.named_buffers() if n in persistent}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
@@ -71,12 +77,17 @@ class TrainState:
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
         values = {"values": self.values, "loss_scale": self.loss_scale.state()}
+        values["schedule"] = self.parallel.schedule_name
         if self.average is not None:
             values["average_steps"] = self.average.steps
         checkpointer.save(step, self.tensors(), values, rng_state())
 
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
-        """Take over a checkpoint, of whatever mesh.  Returns its step."""
+        """Take over a checkpoint, of whatever mesh.  Returns its step.
+
+        Raises UserError for one of a pipeline that runs ahead where this does not, and the other way round.
+        """
+        self._require_schedule(checkpointer.values(at))
         self._make_optimizer_state()
         with torch.no_grad():
             optim = self._optimizer_tensors()
@@ -91,6 +102,16 @@ class TrainState:
         if random is not None:
             set_rng_state(random)
         return step
+
+    def _require_schedule(self, saved: dict[str, Any]) -> None:
+        name, own = saved.get("schedule", "1f1b"), self.parallel.schedule_name
+        names = {schedule for schedule, spec in SCHEDULES.items() if spec.runs_ahead}
+        if name != own and names & {name, own}:
+            again = "--mesh.pp 1" if name == "none" else f"--pipeline.schedule {name}"
+            raise UserError(
+                f"it is a checkpoint of pipeline.schedule={name}, and this run has {own}, whose steps compute with "
+                f"weights of other updates; resume it with {again}, or begin anew with its weights"
+            )
 
     def _make_optimizer_state(self) -> None:
         """State as it is before the first step, of every master that has none.
@@ -133,6 +154,14 @@ class TrainState:
         # Read back as they were: fp64 has all the digits that any of these formats has.
         return StepFigures(norm_read, None if load is None else torch.tensor(loads, dtype=load.dtype).view(load.shape))
 
+    def read_sums(self, sums: Tensor, tally: "StepTally") -> "StepFigures":
+        """The same of a pipeline that runs ahead, of what its tally has come to."""
+        self.loss, stops, squares, *loads = sums.tolist()
+        self.stopping = stops > 0
+        shape = tally.load_shape
+        load = None if shape is None else torch.tensor(loads, dtype=torch.float64).view(shape)
+        return StepFigures(math.sqrt(squares) if squares >= 0 else squares, load)
+
     def require_progress(self) -> None:
         """Raises UserError where step after step was skipped, this one too."""
         self._skipped_in_a_row = 0 if self.loss_scale.good_steps else self._skipped_in_a_row + 1
@@ -141,6 +170,35 @@ class TrainState:
                 f"gradients were not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row (loss {self.loss}); "
                 "lower optim.lr, warm up for longer, or use --precision bf16 or fp32"
             )
+
+
+class StepTally:
+    """What a step says of itself, where its stages end it at different times: loss, stop, squares of gradients, load.
+
+    load_shape  of the experts' load; None of a model without experts
+    """
+
+    def __init__(self, parallel: ParallelModel, stop_requested: Callable[[], bool]):
+        self.parallel, self.stop_requested = parallel, stop_requested
+        layers = [module for module in parallel.model.modules() if isinstance(module, MoE)]
+        self.load_shape = (len(layers), layers[0].config.num_experts + 5) if layers else None
+        self.size = 3 + math.prod(self.load_shape or (0,))
+        self._load: Tensor | None = None
+
+    def forwarded(self) -> None:
+        self._load = take_load(self.parallel.model, self.parallel.device)
+
+    def of_stage(self, loss: Tensor) -> Tensor:
+        mesh, stage = self.parallel.mesh, stage_axis(self.parallel.mesh)
+        assert stage is not None
+        copies = stage.size() // data_axis(mesh).size()
+        stop = torch.full_like(loss, float(self.stop_requested()))
+        squares = gradient_squares(self.parallel.masters.values(), mesh).to(loss)
+        load = () if self._load is None else ((self._load / _alike(mesh)).flatten().to(loss),)
+        sums = torch.cat((torch.stack((loss / copies, stop, squares)), *load))
+        if stage.size() > 1:
+            dist.all_reduce(sums, group=stage.get_group())
+        return sums
 
 
 class StepFigures(NamedTuple):
@@ -157,8 +215,13 @@ def _expert_load(parallel: ParallelModel) -> Tensor | None:
         return None
     if parallel.mesh.size() > 1:
         dist.all_reduce(load)
-    alike = [axis for axis in ("tp", GRID_AXES[-1]) if axis in (parallel.mesh.mesh_dim_names or ())]  # route as one
-    return load / math.prod(axis_size(parallel.mesh, axis) for axis in alike)
+    return load / _alike(parallel.mesh)
+
+
+def _alike(mesh: DeviceMesh) -> int:
+    """The ranks that route as one."""
+    alike = [axis for axis in ("tp", GRID_AXES[-1]) if axis in (mesh.mesh_dim_names or ())]
+    return math.prod(axis_size(mesh, axis) for axis in alike)
 
 
 def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -> int | None:

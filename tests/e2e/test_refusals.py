@@ -43,6 +43,21 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--nproc", 2, "--mesh.pp", 2, "--pipeline.split", 3, 5), ("3 5", "16 blocks", "2 numbers")),
         (("--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", "dualpipe"), ("dualpipe", "zbv")),
         (("--nproc", 4, "--mesh.pp", 2, "--zero", 3, "--pipeline.schedule", "zb-h1"), ("zero=3", "1f1b", "--zero 2")),
+        (("--nproc", 4, "--mesh.pp", 2, "--zero", 2, "--pipeline.schedule", "2bw"), ("zero=2", "1f1b", "--zero 1")),
+        (("--nproc", 4, "--mesh.pp", 2, "--zero", 3, "--pipeline.schedule", "2bw"), ("zero=3", "1f1b", "--zero 1")),
+        (("--nproc", 2, "--mesh.pp", 2, "--compile", "--pipeline.schedule", "2bw"), ("compile", "no compile")),
+        (
+            ("--nproc", 2, "--mesh.pp", 2, "--gemini.budget", "1GiB", "--zero", 3, "--pipeline.schedule", "2bw"),
+            ("gemini.budget=1GiB", "2bw", "one version", "1f1b"),
+        ),
+        (
+            ("--nproc", 4, "--mesh.pp", 4, "--pipeline.schedule", "2bw", "--pipeline.microbatches", 3),
+            ("2bw", "3 microbatches", "mesh.pp=4", "--pipeline.microbatches 4"),
+        ),
+        (
+            ("--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", "2bw", "--microbatch", 24),
+            ("2bw", "1 microbatch a step", "mesh.pp=2"),
+        ),
         (("--nproc", 2, "--mesh.pp", 2, "--microbatch", 2, "--pipeline.microbatches", 4), ("give one of them",)),
         (("--pipeline.schedule", "zbv"), ("mesh.pp=1", "--mesh.pp 2")),
         (("--nproc", 6, "--mesh.tp", 6, "--mesh.tp-mode", "2d"), ("square", "mesh.tp=4 or 9")),

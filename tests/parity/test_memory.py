@@ -15,15 +15,16 @@ from core.compose import ParallelConfig, parallelize
 from core.estimate import RunShape, decoder_shape, estimate_memory, estimate_step
 from core.estimate.pipeline import stages_of
 from core.layout import local
-from core.mesh import MeshConfig, build_mesh
+from core.mesh import MeshConfig, Zero, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
 from core.nn.routing import MoEConfig
 from core.optim.build import OptimConfig, build_optimizer
-from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
+from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig, RecomputeMode
+from core.precision import Precision
 from core.trace.machine import Speed
-from tests.support import zoo
+from tests.support import ahead, zoo
 from tests.support.accounted import accounted_decoder, accounted_step, decoder_loss
 from tests.support.covering import few_rows
 
@@ -124,7 +125,7 @@ def test_estimate_of_experts_on_grids(ranks, name: str) -> None:
 
 
 STAGES = [
-    *((schedule, "none") for schedule in get_args(ScheduleName)),
+    *((name, "none") for name in get_args(ScheduleName) if not SCHEDULES[name].runs_ahead),
     ("zb-h1", "full"),
     *(
         pytest.param(*row, marks=pytest.mark.soak)
@@ -161,6 +162,30 @@ def test_estimate_of_stages(ranks, schedule: ScheduleName, recompute: RecomputeM
     traced = estimate_step(model, loss, mesh, parallel, speed, plan, num_microbatches=run.num_microbatches)
     assert traced.peak_bytes == pytest.approx(measured, rel=0.02)
     assert (traced.sent.bytes, traced.sent.calls) == (sent, calls)
+
+
+@pytest.mark.parametrize(
+    ("size", "zero", "precision"),
+    [(2, 0, "fp32"), (4, 1, "bf16"), pytest.param(4, 1, "fp32", marks=pytest.mark.soak)],
+)
+def test_estimate_of_steps_that_overlap(ranks, size: int, zero: Zero, precision: Precision) -> None:
+    """Two versions of the parameters, and gradients of two steps."""
+    pipeline = PipelineConfig("2bw")
+    run = RunShape(
+        precision=precision,
+        pp=2,
+        dp_shard=size // 2 if zero else 1,
+        pipeline=pipeline,
+        zero=zero,
+        microbatch_size=4,
+        num_microbatches=4,
+        sequence_length=STAGED.max_length,
+    )
+    shape = decoder_shape(STAGED, device_type="cpu")
+    given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
+    parallel = ParallelConfig(precision=precision, zero=zero, pipeline=given)
+    measured = ranks(size).run(ahead.peak_of_a_step, STAGED, parallel, 4, run.num_microbatches)
+    assert estimate_memory(shape, run).peak_bytes == pytest.approx(max(measured), rel=0.1)
 
 
 def counted_gpt2(parallel: ParallelConfig, num_microbatches: int) -> tuple[int, Counter, Counter]:

@@ -110,6 +110,7 @@ TABLES = {
             "--mesh.pp 2 --pipeline.schedule interleaved",
             "--mesh.pp 2 --pipeline.schedule zb-h1",
             "--mesh.pp 2 --pipeline.schedule zbv",
+            "--mesh.pp 2 --pipeline.schedule 2bw",
         ),
         (
             "--pipeline.microbatches 6",

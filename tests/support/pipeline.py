@@ -19,7 +19,7 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
 from core.optim import clip
 from core.parallel.pipeline.backward import SplitBackward
-from core.parallel.pipeline.run import Pipeline, _Step
+from core.parallel.pipeline.run import Pipeline, PipelineStep
 from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig
 from core.placement.table import ModelPlan
 from core.train import train_step
@@ -126,25 +126,25 @@ def _shared_value_is_not_sent(_: Case) -> Iterator[None]:
 @contextmanager
 def _last_message_is_empty(case: Case) -> Iterator[None]:
     """What arrives of the last microbatch, activations or gradients, is zeros."""
-    take = _Step._take
+    take = PipelineStep._take
 
-    def without_the_last(step: _Step, key: tuple[bool, int, int]) -> tuple[Tensor, ...]:
+    def without_the_last(step: PipelineStep, key: tuple[bool, int, int]) -> tuple[Tensor, ...]:
         found = take(step, key)
         return tuple(map(torch.zeros_like, found)) if key[2] == len(step.microbatches) - 1 else found
 
-    with patch.object(_Step, "_take", without_the_last):
+    with patch.object(PipelineStep, "_take", without_the_last):
         yield
 
 
 @contextmanager
 def _one_weights_part_is_missing(_: Case) -> Iterator[None]:
-    compute = _Step.compute
+    compute = PipelineStep.compute
 
-    def without_one(step: _Step, action: Action) -> None:
+    def without_one(step: PipelineStep, action: Action) -> None:
         with patch.object(SplitBackward, "weights", lambda _: None) if action.microbatch == 1 else patch("os.sep"):
             compute(step, action)
 
-    with patch.object(_Step, "compute", without_one):
+    with patch.object(PipelineStep, "compute", without_one):
         yield
 
 

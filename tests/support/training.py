@@ -152,10 +152,12 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     start = held(state.parallel.masters)
     losses = []
     with removed(*without) if without else nullcontext():
-        for step in range(case.steps):
-            mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(case, step).items()}
-            losses.append(train_step(state, mine, loss, weight, config, step)["loss"])
-    losses.append(evaluated(state, mine))
+        own = slice(axis.get_local_rank() * rows, (axis.get_local_rank() + 1) * rows)
+        batches = [{k: v[own] for k, v in batch_of(case, step).items()} for step in range(case.steps)]
+        for step, mine in enumerate(batches):
+            next_step = None if state.parallel.ahead is None else [*batches, None][step + 1]
+            losses.append(train_step(state, mine, loss, weight, config, step, following=next_step)["loss"])
+    losses.append(evaluated(state, batches[-1]))
     found = {"losses": losses, "start": start, "displacement": moved_since(start, state.parallel.masters)}
     return found if case.budget is None else found | moved(state.parallel)
 

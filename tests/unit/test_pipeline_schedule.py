@@ -176,6 +176,7 @@ def test_a_schedule_is_one_record() -> None:
     """What is offered is what there is, and what a schedule refuses is what the config refuses."""
     assert tuple(SCHEDULES) == NAMES
     given = {
+        "zero=2": {"zero": 2},
         "zero=3": {"zero": 3},
         "compile": {"compile": True},
         "gemini.budget": {"gemini": GeminiConfig("1MB")},

@@ -98,6 +98,10 @@ class Pipeline(ParallelModel):
         return self.inner.frozen
 
     @property
+    def schedule_name(self) -> str:
+        return self.config.schedule
+
+    @property
     def device_peak_bytes(self) -> int | None:
         return self.inner.device_peak_bytes
 
@@ -116,7 +120,7 @@ class Pipeline(ParallelModel):
 
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         of = self.schedule(len(microbatches))
-        step = _Step(self, of, microbatches, loss, scale)
+        step = PipelineStep(self, of, microbatches, loss, scale)
         with self.inner.foreseen():
             for what in with_messages(of)[self.rank]:
                 if isinstance(what, Action):
@@ -294,7 +298,7 @@ def _form_or_value(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else _Unknown(type(leaf).__name__)
 
 
-class _Step:
+class PipelineStep:
     """One call of `Pipeline.run`: what was received and computed, and is still needed."""
 
     def __init__(
@@ -302,13 +306,18 @@ class _Step:
     ):
         self.pipeline, self.stages, self.of = pipeline, pipeline.stages, of
         self.microbatches, self.loss, self.scale = microbatches, loss, scale
-        self.signatures = [tuple(tuple(t.shape) for t in tree_leaves(m) if isinstance(t, Tensor)) for m in microbatches]
+        self.signatures = self.signatures_of(microbatches)
         self.total = torch.zeros((), dtype=torch.float64, device=pipeline.mesh.device_type)
         self.held: dict[tuple[int, int], _Held] = {}
         self.passed: dict[Key, Parcel] = {}  # results of this rank that a stage waits for, here or elsewhere
         self.coming: dict[Key, tuple[Parcel, list[dist.Work]]] = {}
         self.sent: list[tuple[list[dist.Work], Parcel]] = []
         self.last = [action for action in of.ranks[pipeline.rank] if action.releases][-1]
+
+    @staticmethod
+    def signatures_of(microbatches: Sequence[Any]) -> list[Any]:
+        """The shapes of each one's tensors."""
+        return [tuple(tuple(t.shape) for t in tree_leaves(m) if isinstance(t, Tensor)) for m in microbatches]
 
     def compute(self, action: Action) -> None:
         self._receive(action)
@@ -417,17 +426,22 @@ class _Step:
             tuple(tensor.contiguous() for tensor in self.passed.pop(key)) if sends else self._empty(message)
             for key, sends, message in zip(keys, mine, messages)
         ]
-        each = [(message, tensor) for message, parcel in zip(messages, parcels) for tensor in parcel]
+        sent = [(*parcel, *self.beside(message)) for message, parcel in zip(messages, parcels)]
+        each = [(message, tensor) for message, tensors in zip(messages, sent) for tensor in tensors]
         works = self._post(each)
         if len(works) != len(each):  # NCCL has one for all
             works = works * len(each)
-        for key, sends, parcel in zip(keys, mine, parcels):
-            own, works = works[: len(parcel)], works[len(parcel) :]
+        for key, sends, parcel, tensors in zip(keys, mine, parcels, sent):
+            own, works = works[: len(tensors)], works[len(tensors) :]
             if sends:
-                self.sent.append((own, parcel))
+                self.sent.append((own, tensors))
             else:
                 self.coming[key] = parcel, own
         self._wait_for_sends(_MOST_UNFINISHED)
+
+    def beside(self, message: Message) -> Parcel:
+        """Tensors of somebody else's that travel with a message: to send, or to receive into."""
+        return ()
 
     def _post(self, messages: list[tuple[Message, Tensor]]) -> list[dist.Work]:
         operations = []

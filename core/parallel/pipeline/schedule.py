@@ -17,6 +17,9 @@ waits for: W fills what would be a bubble.
                  of 1f1b's first (Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.3)
     zbv          two stages a rank, the first on the way there and the second on the way back (a V): with F, I and W of
                  equal cost only the start is idle; the memory of 1f1b (Qi et al. 2023, section 6)
+    2bw          1f1b that goes on with the next step's microbatches where it would idle, on weights that are one update
+                 old: without a bubble, with two versions of the weights (Narayanan et al. 2021, Memory-Efficient
+                 Pipeline-Parallel DNN Training, section 3.1)
 
 `simulate` runs a schedule on a clock. It raises where ranks would wait for one another for ever.
 """
@@ -30,7 +33,7 @@ from typing import Literal
 
 from core.config import UserError
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "2bw"]
 MICROBATCHES_PER_STAGE = 4
 
 
@@ -39,7 +42,8 @@ class PipelineConfig:
     """The way of a step through the stages of --mesh.pp ranks."""
 
     schedule: ScheduleName = "1f1b"
-    """order of forwards and backwards: gpipe, 1f1b, interleaved, or without most of the bubble zb-h1 and zbv"""
+    """order of forwards and backwards: gpipe, 1f1b, interleaved; without most of the bubble zb-h1 and zbv; without any
+    and with gradients of weights that are one update old 2bw"""
     microbatches: int | None = None
     """microbatches of a step on one rank; None: as --microbatch cuts the rows, or else four a stage"""
     chunks: int = 2
@@ -77,6 +81,15 @@ class PipelineConfig:
         """Rows of each microbatch of a rank's `rows`: as many as asked for, as far as there are rows, nearly equal."""
         number = min(rows, self.microbatches or MICROBATCHES_PER_STAGE * num_ranks)
         return [rows // number + (index < rows % number) for index in range(number)]
+
+    def check_microbatches(self, number: int, num_ranks: int) -> None:
+        """Raises UserError where a step has too few for the schedule."""
+        if SCHEDULES[self.schedule].runs_ahead and number < num_ranks:
+            raise UserError(
+                f"pipeline.schedule={self.schedule} with {number} microbatch{'es' * (number > 1)} a step on "
+                f"mesh.pp={num_ranks}: it needs one for each stage; use --pipeline.microbatches {num_ranks} or more "
+                "(and as many rows on each rank), or --pipeline.schedule 1f1b"
+            )
 
     def check_stages(self, num_ranks: int, num_blocks: int) -> None:
         """Raises UserError where the blocks do not make the stages."""
@@ -318,6 +331,7 @@ class ScheduleSpec:
     stages_per_rank  chunks -> stages of a rank
     turns_back       the stages go there and back over the ranks, not round after round
     splits_backward  into the gradient of a stage's input and those of its weights
+    versions         of the weights that a stage keeps; more than one: its steps overlap (`.ahead`)
     refuses          option -> why it does not go with the schedule
     """
 
@@ -327,13 +341,25 @@ class ScheduleSpec:
     stages_per_rank: Callable[[int], int] = lambda chunks: 1
     turns_back: bool = False
     splits_backward: bool = False
+    versions: int = 1
     refuses: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True where a step begins before the one before it ends, so that its actions are those of a long run."""
+        return self.versions > 1
 
 
 _SPLIT_BACKWARD = {
     "zero=3": "parameters are let go before their gradients are computed",
     "gemini.budget": "parameters leave before their gradients are computed",
     "compile": "a compiled block computes both parts of its backward at once",
+}
+_VERSIONS = {
+    "zero=2": "gradients of two steps are added up at once, and it has no place for the second",
+    "zero=3": "it keeps one version of the parameters",
+    "gemini.budget": "it keeps one version of the parameters",
+    "compile": "the graphs of a compiled block are of one version of the parameters",
 }
 SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
     "gpipe": ScheduleSpec(_gpipe, lambda backward, _: 1 + backward, lambda ranks, rank, number, _: number),
@@ -361,6 +387,13 @@ SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
         turns_back=True,
         splits_backward=True,
         refuses=_SPLIT_BACKWARD,
+    ),
+    "2bw": ScheduleSpec(
+        _one_f_one_b,
+        lambda backward, _: 1 + backward,
+        lambda ranks, rank, number, _: min(number, ranks - rank),
+        versions=2,
+        refuses=_VERSIONS,
     ),
 }
 
@@ -424,15 +457,18 @@ def bubble_in_theory(
     chunks: int = 2,
     backward: float = 2.0,
     again: float = 0.0,
+    steps: int = 1,
 ) -> float:
     """The published bubble as a share of the step, of stages of equal cost and messages that take no time.
 
     backward  cost of B = I + W in units of F, I and W alike
     again     what recomputation adds to I, or to B; a rank of zb-h1 idles for F + I - W, and one of zbv for half of it
+    steps     that follow each other without a pause, of a schedule that runs ahead: it idles once in all of them
     A schedule may idle for longer with fewer microbatches than ranks (interleaved: with no multiple of them; zbv: with
     fewer than twice as many, or where a backward does not cost two forwards).
     """
     spec, step = SCHEDULES[name], num_microbatches * (1 + backward + again)
+    step *= steps if spec.runs_ahead else 1
     idle = spec.idle(backward, chunks) * (1 + again) if spec.splits_backward else spec.idle(backward + again, chunks)
     idle *= num_ranks - 1
     return idle / (step + idle)

@@ -1,0 +1,151 @@
+"""Pipelines that run ahead follow their recurrence, as one rank does that keeps the history of the weights, in fp64."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.checkpoint import CheckpointConfig
+from core.compose import ParallelConfig
+from core.mesh import MeshConfig
+from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.recompute import RecomputeConfig
+from core.precision import Precision
+from tests.parity.test_experts import TOPK
+from tests.parity.test_resume import STEPS, STOP, outcome
+from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT, TOLERANCE
+from tests.support import ahead, delayed
+from tests.support.small import config_of, train
+from tests.support.training import Case, largest_difference, of_one_rank, run
+
+
+def deep(model: Any, num_layers: int = 5) -> Any:
+    return replace(model, num_layers=num_layers)
+
+
+def late(num_ranks: int = 2, zero: int = 0, microbatches: int | None = 4, **options: Any) -> dict[str, Any]:
+    pipeline = PipelineConfig("2bw", microbatches=microbatches, split=options.pop("split", ()))
+    parallel = ParallelConfig(zero=zero, precision="fp64", pipeline=pipeline, **options)
+    return {"mesh": MeshConfig(pp=num_ranks), "parallel": parallel}
+
+
+FULL, SELECTIVE = RecomputeConfig("full"), RecomputeConfig("selective", every=2)
+TWO, HYBRID = MeshConfig(pp=2), MeshConfig(pp=2, dp_replicate=2, dp_shard=2)
+CASES = {
+    "2": (2, Case(deep(GPT2), **late(), batch=11, steps=7)),
+    "2-few-microbatches-sgd": (2, Case(deep(OPT, 3), **late(microbatches=2), batch=11, steps=7, optim="sgd")),
+    "2-muon-recomputed": (2, Case(deep(LLAMA), **late(recompute=FULL), batch=11, steps=7, optim="muon")),
+    "2-rows-selective": (2, Case(deep(BLOOM), **late(microbatches=None, recompute=SELECTIVE), microbatch=5, steps=7)),
+    "3": (3, Case(deep(GPT2), **late(3, microbatches=3), batch=11, steps=9)),
+    "3-sgd": (3, Case(deep(LLAMA), **late(3, microbatches=5, split=(1, 3, 1)), batch=11, steps=9, optim="sgd")),
+    "4": (4, Case(deep(GPT2), **late(4, microbatches=6), steps=12)),
+    "4-muon": (4, Case(deep(LLAMA), **late(4, microbatches=4), steps=12, optim="muon")),
+    "2x2": (4, Case(deep(GPT2), **late(microbatches=3), steps=7)),
+    "2x2-zero1": (4, Case(deep(GPT2), **late(zero=1, microbatches=2), steps=7)),
+    "2x2-zero1-muon": (4, Case(deep(LLAMA, 3), **late(zero=1), steps=7, optim="muon")),
+    "2-topk": (2, Case(deep(TOPK), **late(), batch=11, steps=7)),
+    "2xtp2": (4, Case(deep(GPT2), **late() | {"mesh": MeshConfig(pp=2, tp=2)}, steps=7)),
+    "2xcp2": (4, Case(deep(GPT2, 3), **late() | {"mesh": MeshConfig(pp=2, cp=2)}, steps=7)),
+    "hybrid": (8, Case(deep(GPT2), **late(zero=1, microbatches=2) | {"mesh": HYBRID}, batch=16, steps=7)),
+}
+
+
+def of_simulator(ranks, case: Case) -> dict[str, Any]:
+    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None)
+    return ranks(1).run(delayed.one_late, plain)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_follows_its_recurrence(ranks, name: str) -> None:
+    num_ranks, case = CASES[name]
+    difference, where = largest_difference(ranks(num_ranks).run(run, case), of_simulator(ranks, case), case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from the recurrence"
+
+
+def test_the_simulator_without_delay_is_synchronous_training(ranks) -> None:
+    case = Case(deep(GPT2, 2))
+    found, expected = ranks(1).run(delayed.none_late, case)[0], of_one_rank(ranks, case)
+    assert largest_difference([found], expected, case.steps)[0] <= TOLERANCE
+    late_by_one = ranks(1).run(delayed.one_late, case)[0]
+    assert largest_difference([late_by_one], expected, case.steps)[0] > 1e4 * TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ahead.FAULTS)
+def test_a_fault_is_seen(ranks, fault: str) -> None:
+    """Each makes some rank compute with other weights, or sum up other gradients, than the recurrence says."""
+    case = Case(deep(GPT2), **late(recompute=FULL), batch=11, steps=5)
+    found = ranks(2).run(ahead.broken_run, case, fault)
+    assert largest_difference(found, of_simulator(ranks, case), case.steps)[0] > 1e4 * TOLERANCE
+
+
+@pytest.mark.parametrize("pauses", [(), (2,), (1, 2, 4, 5), range(9)])
+def test_a_pause_changes_nothing(ranks, pauses: Sequence[int]) -> None:
+    """To the bit: a step after which nothing is under way, as before a checkpoint, learns what it had learned."""
+    case = Case(deep(GPT2), **late(), batch=11, steps=7)
+    expected, found = (ranks(2).run(ahead.run_with_pauses, case, steps) for steps in ((), pauses))
+    for of_rank, straight in zip(found, expected, strict=True):
+        assert of_rank["losses"] == straight["losses"]
+        for name, (_, value) in of_rank["displacement"].items():
+            assert torch.equal(value, straight["displacement"][name].value), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_formats(ranks, precision: Precision) -> None:
+    """As the simulator with the same microbatches in the same format; steps that overflow are skipped in both."""
+    case = Case(deep(LLAMA), **late(), microbatch=None, batch=12, steps=8)
+    parallel = replace(case.parallel, precision=precision)
+    found = ranks(2).run(ahead.run_scaled, replace(case, parallel=parallel))
+    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision=precision), microbatch=3)
+    expected = ranks(1).run(delayed.one_late, plain)[0]
+    difference, where = largest_difference(found, expected, case.steps)
+    assert difference <= 1e-3, where
+    assert all(of_rank["skipped"] == expected["skipped"] for of_rank in found)
+    assert (expected["skipped"] > 0) == (precision == "fp16")
+
+
+@pytest.mark.parametrize(
+    ("zero", "size", "precision"), [(0, 2, "fp64"), (1, 4, "fp64"), (1, 4, "bf16"), (0, 2, "fp16")]
+)
+def test_resumes_to_the_bit(ranks, tmp_path: Path, zero: Any, size: int, precision: Precision) -> None:
+    """With both versions of the weights, dropout, and a buffer that training updates."""
+    late_options = {
+        "mesh": TWO,
+        "zero": zero,
+        "pipeline": PipelineConfig("2bw", microbatches=2),
+        "precision": precision,
+    }
+    config = config_of(tmp_path, checkpoint=CheckpointConfig(every=3), steps=STEPS, **late_options)
+    config = replace(config, recompute=FULL)
+    stopped = replace(config, out=tmp_path / "stopped")
+    ranks(size).run(train, replace(stopped, stop_after=STOP), 0.3)
+    found = ranks(size).run(outcome, replace(stopped, resume="auto"), 0.3)
+    expected = ranks(size).run(outcome, replace(config, out=tmp_path / "straight"), 0.3)
+    for (masters, rows), (straight_masters, straight_rows) in zip(found, expected, strict=True):
+        assert rows == straight_rows
+        for name, value in straight_masters.items():
+            assert torch.equal(masters[name], value), name
+
+
+def test_dropout_is_that_of_one_rank(ranks, tmp_path: Path) -> None:
+    """With what is computed again drawing again what it drew, when the next step has begun."""
+    config = config_of(tmp_path, steps=STEPS, checkpoint=CheckpointConfig(every=0), recompute=FULL)
+    expected = ranks(1).run(ahead.train_late, config, 0.3)[0]
+    pipelined = replace(config, mesh=TWO, pipeline=PipelineConfig("2bw", microbatches=3))
+    for found in ranks(2).run(ahead.masters_after, pipelined, 0.3):
+        for name, value in found.items():
+            assert (value - expected[name]).abs().max() <= TOLERANCE, name
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(ranks, tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=STEPS, mesh=TWO, pipeline=PipelineConfig("2bw", microbatches=2))
+    plain = replace(config, pipeline=PipelineConfig(microbatches=2))
+    for saved, resumed in ((config, plain), (plain, config)):
+        out = tmp_path / saved.pipeline.schedule
+        ranks(2).run(train, replace(saved, out=out, stop_after=STOP))
+        for said in ranks(2).run(ahead.refusal, replace(resumed, out=out, resume="auto")):
+            assert f"is a checkpoint of pipeline.schedule={saved.pipeline.schedule}" in said
+            assert f"--pipeline.schedule {saved.pipeline.schedule}" in said
+            assert "\n" not in said

@@ -1,0 +1,195 @@
+"""Runs of pipelines that run ahead: with pauses, with one thing broken, by `fit`."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from core.compose import ParallelConfig, parallelize
+from core.config import UserError
+from core.mesh import MeshConfig, build_mesh
+from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.models.plan import pipeline_plan
+from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.parallel_model import Work
+from core.parallel.pipeline.ahead import AheadPipeline, Flight
+from core.parallel.pipeline.schedule import Action, Kind
+from core.placement.table import ModelPlan
+from core.precision import LossScale
+from core.runtime import start
+from core.trace.account import MemoryAccount
+from core.train import TrainConfig, num_rows, train_step
+from core.train.state import StepTally
+from tests.support import small
+from tests.support.accounted import decoder_loss
+from tests.support.delayed import SCALE, History
+from tests.support.training import Case, run
+
+
+class NoTally:
+    """A tally of one number, of no ranks beside this one's stage."""
+
+    size = 1
+
+    def forwarded(self) -> None:
+        pass
+
+    def of_stage(self, loss: Tensor) -> Tensor:
+        return loss.view(1)
+
+
+def peak_of_a_step(model: DecoderConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
+    """The most bytes of tensors alive at once on this rank in a decoder's step that was begun and begins the next."""
+    mesh = build_mesh(MeshConfig(pp=2).resolve(dist.get_world_size(), parallel.zero), "cpu")
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    plan = ModelPlan(pipeline=pipeline_plan())
+    spread = parallelize(decoder, mesh, parallel, plan, materialise=lambda m: initialise(m, 0))
+    assert isinstance(spread, AheadPipeline)
+    optimizer = build_optimizer(OptimConfig(), spread.masters)
+    works = [
+        Work(range(num_microbatches), lambda _: decoder_loss(rows, model.max_length, spread.model), 1.0, NoTally())
+        for _ in range(4)
+    ]
+
+    def step(index: int) -> None:
+        spread.run_ahead(works[index], works[index + 1] if index < 3 else None)
+        spread.update(optimizer)
+        spread.release()
+        spread.publish()
+
+    with MemoryAccount() as account:
+        account.add(spread.newest.values())
+        account.add(spread.masters.values())
+        for index in range(4):
+            step(index)
+    return account.peak_bytes
+
+
+def run_with_pauses(case: Case, pauses: Collection[int]) -> dict[str, Any]:
+    """`run`, with nothing under way behind these steps."""
+
+    def paused(*args: Any, following: Any) -> dict[str, Any]:
+        return train_step(*args, following=None if args[-1] in pauses else following)
+
+    with patch("tests.support.training.train_step", paused):
+        return run(case)
+
+
+def run_scaled(case: Case) -> dict[str, Any]:
+    """`run`, and how many steps it has skipped."""
+    scale = LossScale(case.parallel.precision, SCALE)
+    with patch("tests.support.training.LossScale", lambda _: scale):
+        return run(case) | {"skipped": scale.skipped_steps}
+
+
+def train_late(config: TrainConfig, dropout: float) -> dict[str, Tensor]:
+    """The small model's masters as weights that are one update old train them, on one rank."""
+    with start("cpu", config.seed):
+        state = small.build(config, small.Small(dropout))
+        history = History(state.parallel, lambda _: 1)
+        for step in range(config.steps):
+            history.before(step)
+            train_step(state, small.Rows().batch(step, 0, 1), small.loss, num_rows, config, step)
+            history.behind(was_skipped=False)
+        return history.made[-1]
+
+
+def masters_after(config: TrainConfig, dropout: float) -> dict[str, Tensor]:
+    found = small.train(config, dropout)[1]
+    return {name: value for name, value in found.items() if name != "seen"}
+
+
+def refusal(config: TrainConfig) -> str:
+    try:
+        small.train(config)
+    except UserError as refused:
+        return str(refused)
+    return "was not refused"
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def broken_run(case: Case, fault: str) -> dict[str, Any]:
+    """The case with a fault of that name: see `FAULTS`."""
+    with FAULTS[fault]():
+        return run(case)
+
+
+@contextmanager
+def _newest_in_the_backward() -> Iterator[None]:
+    """Blocks that are computed again take the newest weights: a gradient of nothing."""
+    compute = Flight.compute
+
+    def with_newest(flight: Flight, action: Action) -> None:
+        pipeline = flight.ahead
+        if action.kind is Kind.FORWARD:
+            compute(flight, action)
+            return
+        with patch.object(pipeline, "older", pipeline.newest):
+            compute(flight, action)
+
+    with patch.object(Flight, "compute", with_newest):
+        yield
+
+
+@contextmanager
+def _newest_in_the_forward() -> Iterator[None]:
+    """A step begins on the weights that are newest then: what a pipeline without versions does."""
+    run_ahead = AheadPipeline.run_ahead
+
+    def with_newest(pipeline: AheadPipeline, *works: Any) -> Tensor:
+        pipeline.older = pipeline.newest
+        return run_ahead(pipeline, *works)
+
+    with patch.object(AheadPipeline, "run_ahead", with_newest):
+        yield
+
+
+@contextmanager
+def _sums_of_one_stage() -> Iterator[None]:
+    """The norm is that of the stages behind alone."""
+    of_stage = StepTally.of_stage
+
+    def without_others(tally: StepTally, loss: Tensor) -> Tensor:
+        sums, pipeline = of_stage(tally, loss), tally.parallel
+        assert isinstance(pipeline, AheadPipeline)
+        sums[2] *= pipeline.rank > 0
+        return sums
+
+    with patch.object(StepTally, "of_stage", without_others):
+        yield
+
+
+@contextmanager
+def _shared_gradient_is_not_summed() -> Iterator[None]:
+    with patch.object(AheadPipeline, "_reduce_shared", lambda _: None):
+        yield
+
+
+@contextmanager
+def _shared_value_is_not_sent() -> Iterator[None]:
+    with patch.object(AheadPipeline, "_publish_shared", lambda _: None):
+        yield
+
+
+@contextmanager
+def _masters_in_a_version() -> Iterator[None]:
+    """The optimizer writes into the memory of a version that is in use."""
+    with patch.object(AheadPipeline, "_own_memory", lambda _: None):
+        yield
+
+
+FAULTS = {
+    "newest weights in the backward": _newest_in_the_backward,
+    "newest weights in the forward": _newest_in_the_forward,
+    "norm of some stages": _sums_of_one_stage,
+    "shared gradient": _shared_gradient_is_not_summed,
+    "shared value": _shared_value_is_not_sent,
+    "version that is written": _masters_in_a_version,
+}
