@@ -40,6 +40,7 @@ from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
 from core.train.config import TrainConfig
 from core.train.folder import changes, nothing_to_do, run_log
 from core.train.meter import Meter
+from core.train.noise import NoiseScale
 from core.train.state import TrainState, resume
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
@@ -88,7 +89,8 @@ def fit(
     """
     set_matmul_precision(config.matmul_precision)
     loss_scale = LossScale(config.precision, config.loss_scale)
-    state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
+    noise = NoiseScale(parallel, config.noise_scale_steps) if config.noise_scale else None
+    state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen, noise)
     axis = data_axis(parallel.mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
@@ -134,6 +136,9 @@ def fit(
         summary = meter.summary(step, config.steps, state)
         if evaluate is not None and step == config.steps:
             summary |= _evaluated(parallel, evaluate)
+        if noise is not None and noise.steps:
+            summary["noise_scale"] = noise.value
+            progress.message(noise.suggestion())
         log.summarise(summary)
         progress.close()
         return summary
@@ -187,13 +192,19 @@ def train_step(
     microbatches = list(zip(parts, (weights / whole_weight).unbind(), first_rows, sizes, strict=True))
     mean = parallel.run(microbatches, share_of_loss, scale)
     parallel.reduce()
-    read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
+    squares = None if state.noise is None else state.noise.take(sizes, axis.size())
+    whole = gradient_norm(parallel.masters.values(), parallel.mesh)
+    read = state.read_step(mean, whole, stop_requested(), squares)
     norm = read.norm / scale
     schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
     rates = [
         learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
     ]
+    noise_figures = {}
     if state.loss_scale.update(norm < float("inf")):
+        if state.noise is not None:
+            parts, apart = read.squares
+            noise_figures = state.noise.update(parts / scale**2, apart, norm**2, sizes * axis.size())
         clip = config.optim.clip_norm
         factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
         scale_gradients(parallel.masters.values(), factor / scale)
@@ -210,6 +221,7 @@ def train_step(
     figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others
     if read.expert_load is not None:
         figures |= load_figures(read.expert_load)
+    figures |= noise_figures
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
