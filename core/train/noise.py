@@ -8,9 +8,10 @@ c_i, and G is the sum of all c_i, over all ranks. From the squares of both,
     |g|^2         ~ (|G|^2 - sum |c_i|^2) / (1 - s)
     tr(Sigma)     ~ B (sum |c_i|^2 - s |G|^2) / (1 - s)
 
-which for equal microbatches of b rows, s = b / B, is McCandlish et al. 2018, arXiv:1812.06162, appendix A.1. Both are free of bias, also where microbatches have unequal rows. The squares of what a rank has
-accumulated, sums of the same c_i, would add nothing to what these two say. The noise scale tr(Sigma) / |g|^2 (equation
-2.9) is a ratio, whose estimate would be biased: numerator and denominator are averaged over steps, each for itself.
+which for equal microbatches of b rows, s = b / B, is McCandlish et al. 2018, arXiv:1812.06162, appendix A.1. Both are
+free of bias, also where microbatches have unequal rows. The squares of what a rank has accumulated, sums of the same
+c_i, would add nothing to what these two say. The noise scale tr(Sigma) / |g|^2 (equation 2.9) is a ratio, whose
+estimate would be biased: numerator and denominator are averaged over steps, each for itself.
 
 Rows are the unit: tokens of a row have correlated gradients. A row counts with the weight that the loss gives it, so
 rows with more tokens have larger gradients, which is part of the noise. The trained parameters are those that the norm
