@@ -544,7 +544,7 @@ class FullyShardedReplicas(DataParallel):
 
     def squares(self) -> GradientSquares:
         made = GradientSquares(self.mesh, self.table)
-        made.watch_gathered(self.model, {n: p for n, p in self._trained.items() if not isinstance(p, DTensor)})
+        made.watch_gathered(self.model, {n: p for n, p in self._trained.items() if self.table[n].whole})
         return made
 
     def reduce(self) -> None:
