@@ -54,7 +54,7 @@ VALUES_ALONE = (
 WITHOUT_EFFECT = (
     *VALUES_ALONE,
     *("seed", "out", "resume", "device", "compile", "kernels", "hf", "hf_dtype", "hang_after", "evaluate_every"),
-    *("matmul_precision",),
+    *("matmul_precision", "noise_scale", "noise_scale_steps"),
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),
     *("data.suffixes", "data.tokenizer", "data.vocab_size", "data.mask_documents", "data.heldout_fraction"),

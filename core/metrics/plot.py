@@ -9,7 +9,12 @@ import numpy as np
 from core.files import naming
 from core.metrics.log import read_metrics
 
-_PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second"}
+_PANELS = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "noise_scale": "noise scale (rows)",
+    "tokens_per_s": "tokens per second",
+}
 _COLOURS = ["#d1495b", "#edae49", "#00798c", "#66a182"]
 
 

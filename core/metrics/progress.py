@@ -36,6 +36,7 @@ _FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "heldout_loss": ("held-out", "{:.4f}".format),
     "lr": ("lr", "{:.2e}".format),
     "grad_norm": ("grad norm", "{:.2f}".format),
+    "noise_scale": ("critical batch", "{:,.3g} rows".format),
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "mfu": ("MFU", _percent),
     "memory_bytes": ("memory", in_words),

@@ -58,6 +58,7 @@ from core.mesh import (
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of, check_trained
 from core.parallel.rows import own_rows, paired_rows, row_length
+from core.parallel.squares import GradientSquares
 from core.placement.table import Table, is_expert, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -220,6 +221,7 @@ class Replicas(DataParallel):
         self.model, self.mesh, self.zero, self._reduce_each, self.table = model, mesh, zero, reduce_each, table
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._sync = True
+        self._squares: weakref.ref[GradientSquares] | None = None
         allocate(model, self.mesh.device_type)
         materialise(model)
         self.masters = {}
@@ -295,11 +297,18 @@ class Replicas(DataParallel):
                 return  # the model has outlived what spread it
             parameter.grad = None
             own.completion.used.add(name)
+            if own._squares is not None and (squares := own._squares()) is not None:
+                squares.add(name, grad)
             bucket.add(name, own_part(grad) if isinstance(grad, DTensor) else grad)
             if own._sync:
                 own._launch_complete()
 
         return ready
+
+    def squares(self) -> GradientSquares:
+        made = GradientSquares(self.mesh, self.table)
+        self._squares = weakref.ref(made)
+        return made
 
     def _launch_complete(self) -> None:
         """Start the reductions of complete buckets, in their fixed order: all ranks must send alike."""
@@ -558,6 +567,11 @@ class FullyShardedReplicas(DataParallel):
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last or self._reduce_each)
         yield
+
+    def squares(self) -> GradientSquares:
+        made = GradientSquares(self.mesh, self.table)
+        made.watch_gathered(self.model, {n: p for n, p in self._trained.items() if self.table[n].whole})
+        return made
 
     def reduce(self) -> None:
         self.completion.used |= {name for name, parameter in self._trained.items() if parameter.grad is not None}

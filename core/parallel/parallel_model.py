@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.config import UserError
 from core.layout import detached
 from core.mesh import device_of
 from core.parallel.draws import Draws
+from core.parallel.squares import GradientSquares
 from core.placement.table import Table
 
 Sample = Callable[[], Sequence[Callable[[nn.Module], Any]]]
@@ -126,6 +128,13 @@ class ParallelModel(ABC):
 
         sample  draws a step's microbatches; None: nothing is known of it
         """
+
+    def squares(self) -> GradientSquares:
+        """From now on adds up the squares of each microbatch's gradients; for whoever holds it, and only so long.
+
+        Raises UserError where gradients of single microbatches are not to be had.
+        """
+        raise UserError("noise_scale: this form of parallelism does not show the gradient of a microbatch")
 
     @abstractmethod
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:

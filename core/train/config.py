@@ -53,6 +53,10 @@ class TrainConfig(ParallelConfig):
     """end a run whose step takes more seconds, with the stacks of all ranks; None: max(300, 20 median steps)"""
     evaluate_every: int = 0
     """steps between evaluations on held-out data; 0: only at the end"""
+    noise_scale: bool = False
+    """estimate the gradient noise scale, in rows: about the largest batch whose rows still save steps"""
+    noise_scale_steps: int = 200
+    """steps that its numerator and its denominator are averaged over; only read with noise_scale"""
     log: LogConfig = field(default_factory=LogConfig)
     device: str = "auto"
     """cpu or cuda; auto: CUDA where there is one"""
@@ -62,7 +66,7 @@ class TrainConfig(ParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_device("device", self.device, numbered=False)
-        for name in ("steps", "stop_after", "microbatch"):
+        for name in ("steps", "stop_after", "microbatch", "noise_scale_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}; give a positive number")
@@ -77,6 +81,8 @@ class TrainConfig(ParallelConfig):
             )
         if self.evaluate_every < 0:
             raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
+        if self.noise_scale:
+            self._check_noise_scale()
         self.check_pipeline(self.mesh.pp)
         if self.microbatch is not None and self.pipeline.microbatches is not None:
             raise UserError(
@@ -90,9 +96,34 @@ class TrainConfig(ParallelConfig):
         if self.precision != "fp16":
             why = f"with precision={self.precision}: only fp16 scales the loss; give --precision fp16"
             found |= {f"loss_scale.{item.name}": why for item in fields(self.loss_scale)}
+        if not self.noise_scale:
+            found["noise_scale_steps"] = "without noise_scale, which it averages; give --noise-scale"
         if self.gemini.budget is not None:
             found["reduce_each"] = "with a budget: Gemini says itself when gradients are reduced; leave it out"
         return found
+
+    def _check_noise_scale(self) -> None:
+        """Raises UserError where no rank has the gradient of its own rows, or its shards, before they are reduced."""
+        mesh = self.mesh
+        for given, there, why, instead in (
+            (f"mesh.cp={mesh.cp}", mesh.cp > 1, "a rank has the gradient of a part of each row", "--mesh.cp 1"),
+            (f"mesh.ep={mesh.ep}", mesh.ep > 1, "an expert's gradient is of several ranks' rows", "--mesh.ep 1"),
+            (
+                f"mesh.tp_mode={mesh.tp_mode}",
+                mesh.tp_mode != "1d",
+                "a rank has the gradient of a part of the rows",
+                "--mesh.tp-mode 1d",
+            ),
+            (
+                f"gemini.budget={self.gemini.budget}",
+                self.gemini.budget is not None,
+                "gradients are moved and reduced chunk by chunk",
+                "--zero 3 without a budget",
+            ),
+            ("compile and zero=3", self.compile and self.zero == 3, "FSDP2's hooks are compiled", "--zero 2"),
+        ):
+            if there:
+                raise UserError(f"noise_scale with {given}: {why}; use {instead}, or no --noise-scale")
 
     def _check_gemini(self) -> None:
         """Raises UserError for what Gemini does not go with."""

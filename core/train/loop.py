@@ -36,6 +36,8 @@ from core.nn.moe import load_figures
 from core.optim.average import WeightAverage
 from core.optim.build import groups_in_words
 from core.optim.clip import gradient_norm, scale_gradients
+from core.optim.hessian_free import HessianFree
+from core.optim.kfac import KFAC
 from core.optim.prediction import Predict
 from core.optim.schedule import batch_factor, learning_rate
 from core.parallel.parallel_model import ParallelModel, Sample, Work
@@ -45,6 +47,7 @@ from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
 from core.train.folder import changes, nothing_to_do, run_log
 from core.train.meter import Meter
+from core.train.noise import NoiseScale
 from core.train.state import StepTally, TrainState, resume
 
 Loss = Callable[[torch.nn.Module, dict[str, Tensor]], Tensor]
@@ -96,7 +99,8 @@ def fit(
     """
     set_matmul_precision(config.matmul_precision)
     loss_scale = LossScale(config.precision, config.loss_scale)
-    state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen)
+    noise = _noise_scale(parallel, optimizer, config)
+    state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen, noise)
     state.curvature = curvature_of(parallel, optimizer, predict, config)
     axis = data_axis(parallel.mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
@@ -150,6 +154,9 @@ def fit(
         summary = meter.summary(step, config.steps, state)
         if evaluate is not None and step == config.steps:
             summary |= _evaluated(parallel, evaluate)
+        if noise is not None and noise.steps:
+            summary["noise_scale"] = noise.value
+            progress.message(noise.suggestion())
         log.summarise(summary)
         progress.close()
         return summary
@@ -162,6 +169,23 @@ def _require_finite(loss: float, step: int, config: TrainConfig) -> None:
             f"the loss is {loss} at step {step}; lower optim.lr (now {config.optim.lr:g}), warm up for longer "
             f"(optim.schedule), or lower optim.clip_norm (now {config.optim.clip_norm})"
         )
+
+
+def _noise_scale(parallel: ParallelModel, optimizer: torch.optim.Optimizer, config: TrainConfig) -> NoiseScale | None:
+    """Raises UserError where a step has no gradient of its own microbatches by the time that it is read."""
+    if not config.noise_scale:
+        return None
+    if parallel.ahead is not None:
+        raise UserError(
+            f"noise_scale with pipeline.schedule={parallel.schedule_name}: its steps overlap, and so do their gradients; "
+            "use --pipeline.schedule 1f1b"
+        )
+    if isinstance(optimizer, KFAC | HessianFree):
+        raise UserError(
+            f"noise_scale with {type(optimizer).__name__}: it takes backwards of its own, whose gradients would count as "
+            "microbatches'; use another --optim.name"
+        )
+    return NoiseScale(parallel, config.noise_scale_steps)
 
 
 def train_step(
@@ -190,10 +214,11 @@ def train_step(
     rates = [
         learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
     ]
-    ahead, curvature = parallel.ahead, state.curvature
+    ahead, curvature, sizes = parallel.ahead, state.curvature, list[int]()
     if ahead is None:
         scale = state.loss_scale.factor
         microbatches, share_of_loss, weights = _work(state, batch, loss, weight, config, step)
+        sizes = [rows for *_, rows in microbatches]
         if curvature is not None and curvature.solves:
             figures = _minimise(state, microbatches, rates, step, stop_requested())
             return figures | {"tokens": num_tokens(batch) * axis.size()}
@@ -201,7 +226,9 @@ def train_step(
             curvature.look(microbatches, weights, loss, step, scale)
         mean = parallel.run(microbatches, share_of_loss, scale)
         parallel.reduce()
-        read = state.read_step(mean, gradient_norm(parallel.masters.values(), parallel.mesh), stop_requested())
+        squares = None if state.noise is None else state.noise.take(sizes, axis.size())
+        whole = gradient_norm(parallel.masters.values(), parallel.mesh)
+        read = state.read_step(mean, whole, stop_requested(), squares)
     else:
         begin = partial(_begun, state, loss=loss, weight=weight, config=config, stop_requested=stop_requested)
         work, tally = state.begun or begin(batch, step=step, scale=state.loss_scale.before)
@@ -211,7 +238,11 @@ def train_step(
         scale = work.scale
         read = state.read_sums(ahead.run_ahead(work, None if state.begun is None else state.begun[0]), tally)
     norm = read.norm / scale
+    noise_figures = {}
     if state.loss_scale.update(norm < float("inf")):
+        if state.noise is not None:
+            parts, apart = read.squares
+            noise_figures = state.noise.update(parts / scale**2, apart, norm**2, sizes * axis.size())
         clip = config.optim.clip_norm
         factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
         scale_gradients(parallel.masters.values(), factor / scale)
@@ -230,6 +261,7 @@ def train_step(
         figures |= load_figures(read.expert_load)
     if curvature is not None and curvature.optimizer.fallbacks:
         figures["curvature_fallbacks"] = curvature.optimizer.fallbacks
+    figures |= noise_figures
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}

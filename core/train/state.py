@@ -24,6 +24,7 @@ from core.runtime import agreed
 from core.train.config import TrainConfig
 from core.train.curvature import Curvature
 from core.train.folder import checkpoint_path
+from core.train.noise import NoiseScale
 
 MOST_SKIPPED_IN_A_ROW = 20
 
@@ -39,9 +40,10 @@ class TrainState:
         values: dict[str, Any],
         average: WeightAverage | None = None,
         keep_frozen: bool = True,
+        noise: NoiseScale | None = None,
     ):
         self.parallel, self.optimizer, self.loss_scale, self.values = parallel, optimizer, loss_scale, values
-        self.average, self.keep_frozen = average, keep_frozen
+        self.average, self.keep_frozen, self.noise = average, keep_frozen, noise
         self.curvature: Curvature | None = None
         self.loaded: dict[str, Any] = {}
         self.stopping = False
@@ -80,6 +82,8 @@ class TrainState:
         values["schedule"] = self.parallel.schedule_name
         if self.average is not None:
             values["average_steps"] = self.average.steps
+        if self.noise is not None:
+            values["noise_scale"] = self.noise.state()
         checkpointer.save(step, self.tensors(), values, rng_state())
 
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
@@ -99,6 +103,8 @@ class TrainState:
         self.loss_scale.load_state(values["loss_scale"])
         if self.average is not None:
             self.average.steps = values["average_steps"]
+        if self.noise is not None and "noise_scale" in values:
+            self.noise.load_state(values["noise_scale"])
         if random is not None:
             set_rng_state(random)
         return step
@@ -140,19 +146,27 @@ class TrainState:
                 if isinstance(value, Tensor):
                     value.zero_()
 
-    def read_step(self, mean: Tensor, norm: Tensor, stop_requested: bool) -> "StepFigures":
-        """Read a step's figures, alike on all ranks, in one wait for the device: loss, norm, stop, experts' load."""
+    def read_step(
+        self, mean: Tensor, norm: Tensor, stop_requested: bool, squares: Tensor | None = None
+    ) -> "StepFigures":
+        """Read a step's figures, alike on all ranks, in one wait for the device: loss, norm, stop, experts' load.
+
+        squares  numbers of this rank whose sums over all ranks are read, too: in the same message
+        """
         axis = data_axis(self.parallel.mesh)
         copies = self.parallel.mesh.size() // axis.size()
         both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))
+        sums = both if squares is None else torch.cat((both, squares.to(both)))
         if self.parallel.mesh.size() > 1:
-            dist.all_reduce(both)
+            dist.all_reduce(sums)
         load = _expert_load(self.parallel)
-        parts = [both.double(), norm.double().reshape(1), *(() if load is None else (load.flatten(),))]
-        self.loss, stops, norm_read, *loads = torch.cat(parts).tolist()
+        parts = [norm.double().reshape(1), sums.double(), *(() if load is None else (load.flatten(),))]
+        norm_read, self.loss, stops, *rest = torch.cat(parts).tolist()
         self.stopping = stops > 0
+        squares_read, loads = rest[: len(sums) - 2], rest[len(sums) - 2 :]
         # Read back as they were: fp64 has all the digits that any of these formats has.
-        return StepFigures(norm_read, None if load is None else torch.tensor(loads, dtype=load.dtype).view(load.shape))
+        load = None if load is None else torch.tensor(loads, dtype=load.dtype).view(load.shape)
+        return StepFigures(norm_read, load, squares_read)
 
     def read_sums(self, sums: Tensor, tally: "StepTally") -> "StepFigures":
         """The same of a pipeline that runs ahead, of what its tally has come to."""
@@ -160,7 +174,7 @@ class TrainState:
         self.stopping = stops > 0
         shape = tally.load_shape
         load = None if shape is None else torch.tensor(loads, dtype=torch.float64).view(shape)
-        return StepFigures(math.sqrt(squares) if squares >= 0 else squares, load)
+        return StepFigures(math.sqrt(squares) if squares >= 0 else squares, load, [])
 
     def require_progress(self) -> None:
         """Raises UserError where step after step was skipped, this one too."""
@@ -202,10 +216,14 @@ class StepTally:
 
 
 class StepFigures(NamedTuple):
-    """norm: of the gradients, times the loss scale. expert_load: see `core.nn.moe.take_load`, on the host."""
+    """norm: of the gradients, times the loss scale. expert_load: see `core.nn.moe.take_load`, on the host.
+
+    squares  see `TrainState.read_step`; empty where none were given
+    """
 
     norm: float
     expert_load: Tensor | None
+    squares: list[float]
 
 
 def _expert_load(parallel: ParallelModel) -> Tensor | None:

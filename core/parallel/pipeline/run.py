@@ -48,6 +48,7 @@ from core.parallel.pipeline.shapes import (
     read_description,
 )
 from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
+from core.parallel.squares import GradientSquares
 from core.placement.table import parameter_names
 
 _MOST_UNFINISHED = 4  # sends that may be on their way before the oldest is waited for: they hold on to what they send
@@ -110,6 +111,15 @@ class Pipeline(ParallelModel):
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self.inner.prepare(optimizer, None if sample is None else lambda: [ForeseenStep(self, sample())])
+
+    def squares(self) -> GradientSquares:
+        """Raises UserError, on all ranks, for a parameter of several stages: each has a part of its gradient."""
+        if shared := self._shared():
+            raise UserError(
+                f"noise_scale with mesh.pp={self.axis.size()}: stages share '{shared[0][0]}', and each has a part of a "
+                "microbatch's gradient; use mesh.pp=1, or a model without a tied head (--model.tied-head false)"
+            )
+        return self.inner.squares()
 
     def names_of(self, stage: int) -> frozenset[str]:
         """Masters that a backward of the stage has gradients for."""
