@@ -177,13 +177,13 @@ def _noise_scale(parallel: ParallelModel, optimizer: torch.optim.Optimizer, conf
         return None
     if parallel.ahead is not None:
         raise UserError(
-            f"noise_scale with pipeline.schedule={parallel.schedule_name}: its steps overlap, and so do their gradients; "
+            f"noise_scale with pipeline.schedule={parallel.schedule_name}: its steps overlap, and so do gradients; "
             "use --pipeline.schedule 1f1b"
         )
     if isinstance(optimizer, KFAC | HessianFree):
         raise UserError(
-            f"noise_scale with {type(optimizer).__name__}: it takes backwards of its own, whose gradients would count as "
-            "microbatches'; use another --optim.name"
+            f"noise_scale with {type(optimizer).__name__}: it takes backwards of its own, whose gradients "
+            "would count as microbatches'; use another --optim.name"
         )
     return NoiseScale(parallel, config.noise_scale_steps)
 
