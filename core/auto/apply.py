@@ -502,8 +502,9 @@ class SpreadForward:
         """Before `load_state_dict`: of tensors that are whole the rank takes its parts."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             given = state_dict.get(prefix + name)
-            is_whole = isinstance(given, Tensor) and not is_dtensor(given) and given.shape == parameter.shape
-            if is_whole and is_dtensor(parameter):  # of another shape torch says what is wrong
+            if not isinstance(given, Tensor) or is_dtensor(given) or not is_dtensor(parameter):
+                continue
+            if given.shape == parameter.shape:  # of another shape torch says what is wrong
                 spec = from_placements(parameter.placements, parameter.ndim, self.sizes)
                 state_dict[prefix + name] = self._dtensor(
                     self._own(given, spec).to(parameter.device), spec, given.shape

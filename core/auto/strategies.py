@@ -168,9 +168,9 @@ def precisions(job: Job, cluster: Cluster) -> list[Precision]:
             )
         return [given]
     tried: tuple[Precision, ...] = (job.precision, *SIXTEEN)
-    sixteen = [name for name in tried if name in has and name in SIXTEEN]
-    wide: Precision = "fp32"
-    return sixteen[:1] + ([wide] if wide in has else [])
+    sixteen: list[Precision] = [name for name in tried if name in has and name in SIXTEEN]
+    wide: list[Precision] = ["fp32"] if "fp32" in has else []
+    return [*sixteen[:1], *wide]
 
 
 def meshes(job: Job, cluster: Cluster) -> Iterator[RunShape]:

@@ -192,7 +192,8 @@ class _Rank:
         if run.pp == 1:
             return
         yield "all_reduce", "pp", NORM_BYTES
-        of, each = run_schedule(run), self._activation_bytes
+        # Experts' routers add to the loss: what they have added up to there travels beside, a number in fp64.
+        of, each = run_schedule(run), self._activation_bytes + (NORM_BYTES if self.config.moe.num_experts else 0)
         for action in (action for actions in of.ranks for action in actions):
             if (message := message_of(action, of)) is not None and self.place in (message.sender, message.receiver):
                 yield ("send" if message.sender == self.place else "recv"), "pp", each

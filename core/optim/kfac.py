@@ -246,7 +246,7 @@ class KFAC(ShardedOptimizer):
         """The homes of layers: a weight's and its bias's are one, dealt out by the cost of inversions and products."""
         if self._pool is None:
             parameters = [self._named[n] for layer in self._layers for n in (layer.weight, layer.bias) if n is not None]
-            pool = Pool({p: self.place(p) for p in parameters}, lambda shape: 0.0)
+            pool = Pool({p: self.place(p) for p in parameters}, [0.0] * len(parameters))
             homes = balanced([_cost(layer) for layer in self._layers], pool.num_ranks)
             pool.homes = [h for layer, h in zip(self._layers, homes) for _ in range(1 + (layer.bias is not None))]
             self._pool = pool
@@ -574,7 +574,7 @@ class KfacConfig(OptimConfig):
 
 def _state_bytes(config: KfacConfig, part: Part) -> int:
     """Of a matrix of the blocks with a bias; of others two moments, which is no less."""
-    if not part.hidden:
+    if part.role not in ("matrix", "kernel"):
         return 2 * part.num_bytes
     sides = part.whole[0], math.prod(part.whole[1:]) + 1
     packed_elements = sum(n if n > config.max_dim else n * (n + 1) // 2 for n in sides)

@@ -110,5 +110,6 @@ class GradientSquares:
             return look
 
         for name, unit in model.named_modules():
+            module: nn.Module = unit
             if isinstance(unit, FSDPModule):
-                unit.register_forward_pre_hook(gathered(name))  # behind FSDP2's own, which is the first
+                module.register_forward_pre_hook(gathered(name))  # behind FSDP2's own, which is the first

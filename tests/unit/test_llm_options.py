@@ -63,7 +63,14 @@ VALUES = TRAINING | {
     "model.moe.second_expert": "always",
     "model.moe.z_weight": 0.3,
 }
-OF_A_PLAN = VALUES | {"device": "cpu", "model.activation": "relu", "optim.momentum": 0.0, "optim.max_dim": 2}
+OF_A_PLAN = VALUES | {
+    "device": "cpu",
+    "model.activation": "relu",
+    "optim.momentum": 0.0,
+    "optim.max_dim": 2,
+    "optim.rank": 2,
+}
+OF_A_PLAN |= {"optim.whole": ("embedding",), "optim.max_preconditioner_dim": 16}
 
 
 SMALL = DecoderConfig(vocab_size=37, dim=16, num_layers=2, num_heads=2, ffn_dim=24, max_length=16)
