@@ -186,7 +186,7 @@ class DiffusionPlanConfig(PlannedMachine):
 
 WITHOUT_EFFECT = (
     *("optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.warmup_steps", "optim.schedule.final"),
-    *("optim.schedule.scaling", "lora.layout"),
+    *("optim.schedule.scaling", "optim.plan", "lora.layout"),
 )
 """Options of a training run that its plan is the same without, whatever the optimizer."""
 

@@ -133,10 +133,10 @@ def fit(
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
         following: dict[str, Tensor] | None = None
         while step < last and (following is not None or not state.stopping):
-            batch = next(source) if following is None else following
             ends = state.stopping or step + 1 == last or any(every and (step + 1) % every == 0 for every in pauses)
-            following = None if parallel.ahead is None or ends else next(source)
             with meter.step(state), hangs.step(f"step {step + 1}"):
+                batch = next(source) if following is None else following
+                following = None if parallel.ahead is None or ends else next(source)
                 row = train_step(state, batch, loss, weight, config, step, lambda: stop.requested, following)
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}

@@ -33,7 +33,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--mesh.tp", 2), ("tp=2", "1 is running", "--nproc 2")),
         (("--nproc", 4, "--mesh.tp", 2, "--mesh.dp-shard", 4, "--zero", 2), ("8 ranks", "4 are running")),
         (("--nproc", 5), ("24", "5 data-parallel ranks")),
-        (("--optim.name", "adam"), ("'adam'", "adafactor", "sm3")),
+        (("--optim.name", "adan"), ("'adan'", "adafactor", "sm3")),
         (("--optim.name", "lars", "--optim.betas", 0.9, 0.95), ("lars has no option betas", "momentum", "trust")),
         (("--optim.name", "adafactor", "--optim.d", 0.5), ("adafactor: d=0.5", ">= 1")),
         (("--mesh.dp-shard", 2), ("zero=0", "--zero")),

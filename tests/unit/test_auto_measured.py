@@ -77,7 +77,7 @@ def test_a_file_of_no_machine_is_refused_in_a_line(tmp_path: Path, spoil, says: 
     with pytest.raises(UserError, match=says) as refused:
         APP.dispatch(["plan", "--model", "gpt2_124m", "--gpus", "2", "--gpu", str(path), "--batch", "8"])
     assert "\n" not in str(refused.value)
-    assert f"--measure {path}" in str(refused.value)
+    assert f"--measure{path}" in "".join(str(refused.value).split())  # a long path is wrapped
 
 
 def test_ranks_share_what_there_is() -> None:
