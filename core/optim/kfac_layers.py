@@ -176,11 +176,11 @@ def gradient_rows(use: Use, g: Tensor, x: Tensor, rows: int, sharing: Sharing) -
 
 def _patches(conv: Any, x: Tensor) -> Tensor:
     """x[B, in, ..] -> [B, places, in x kernel]: what each output of a convolution is made from."""
-    two = lambda pair: (1, *pair) if len(pair) == 1 else pair  # noqa: E731  a Conv1d is a Conv2d of one line
-    none = lambda pair: (0, *pair) if len(pair) == 1 else pair  # noqa: E731
-    x = x[:, :, None] if x.ndim == 3 else x
-    unfolded = F.unfold(x, two(conv.kernel_size), two(conv.dilation), none(conv.padding), two(conv.stride))
-    return unfolded.mT
+    is_line = x.ndim == 3  # a Conv1d is a Conv2d of one line
+    x = x[:, :, None] if is_line else x
+    one, none = ((1,), (0,)) if is_line else ((), ())
+    sizes = [(*one, *conv.kernel_size), (*one, *conv.dilation), (*none, *conv.padding), (*one, *conv.stride)]
+    return F.unfold(x, *sizes).mT
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------

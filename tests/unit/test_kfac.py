@@ -194,7 +194,10 @@ def test_the_exact_fisher_is_the_hessian_of_the_loss_by_the_outputs(kind: Any) -
     columns = [torch.autograd.grad(c, [outputs], retain_graph=True)[0].flatten() for c in exact_fisher(made, given)]
     found = sum(torch.outer(c, c) for c in columns)
     blocks = torch.block_diag(*(torch.ones(4, 4),) * 3).bool()
-    loss = lambda z: mean_loss(Prediction(z.view(3, 4), "y", kind, made.variance), given)  # noqa: E731
+
+    def loss(z: Tensor) -> Tensor:
+        return mean_loss(Prediction(z.view(3, 4), "y", kind, made.variance), given)
+
     hessian = torch.autograd.functional.hessian(loss, outputs.detach().flatten())
     assert isinstance(found, Tensor)
     torch.testing.assert_close((found * items) * blocks, torch.as_tensor(hessian), rtol=1e-10, atol=1e-12)
