@@ -104,6 +104,9 @@ def test_what_does_not_fit_is_computed_again() -> None:
 def test_none_of_the_front_beats_another() -> None:
     found = plans(4, microbatches=4)
     assert not any(one.beats(other) for one in found for other in found)
+    slower = replace(found[0], step_s=2 * found[0].step_s)
+    assert found[0].beats(slower)
+    assert not slower.beats(found[0])
     assert [plan.step_s for plan in found] == sorted(plan.step_s for plan in found)
     assert "of" in str(found[0])
     assert "within" in str(found[0])
