@@ -39,6 +39,7 @@ from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
 from core.parallel.data import BUCKET_BYTES
+from core.parallel.pipeline.messages import MOST_UNFINISHED
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
 from core.parallel.recompute import SEGMENTED
 from core.placement.stages import StageSplit
@@ -221,7 +222,7 @@ def _rank_memory(
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
     earlier = run.wide_bytes * _num_whole(parts) if _holds_two_steps(run, rank) else 0
-    resident = state.resident + bias + gathered + earlier
+    resident = state.resident + bias + gathered + earlier + _on_their_way(run, block.input)
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
@@ -261,6 +262,11 @@ def _copies(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> 
 def _holds_two_steps(run: RunShape, rank: int) -> bool:
     """Whether gradients of the next step come before the update: on all stages but the first, which updates at once."""
     return run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead and rank > 0
+
+
+def _on_their_way(run: RunShape, message_bytes: float) -> float:
+    """Activations and gradients that a stage has sent and not yet let go of."""
+    return min(MOST_UNFINISHED, run.num_microbatches) * message_bytes if run.pp > 1 else 0.0
 
 
 def _num_whole(parts: list[Part]) -> int:
@@ -517,13 +523,17 @@ def _head_bytes(model: ModelShape, run: RunShape, has_head: bool) -> _Head:
     )
     softmax = 2 * tile_tokens * rows * wide
     weight_elements = rows * head.width
-    norm = model.block.input.bytes_per_token(run) + head.norm.bytes_per_token(run)
+    stream = model.block.input.bytes_per_token(run)
+    ends = {  # the output, its gradient, and on grids what a product has of its input on the way
+        "1d": 2 * width * head.width,
+        "3d": (2 + 3 * run.tp_side) * stream,
+    }.get(run.tp_mode, 3 * stream)
     # Several chunks are summed; where in a wider dtype, the rounded sum is in the end beside that sum.
     in_parts = chunk_tokens < run.tokens or dtype == torch.float16
     summed = sum_dtype.itemsize * weight_elements if in_parts else 0
     rounded = 0 if summed and sum_dtype == dtype else width * weight_elements
     return _Head(
-        activations=run.tokens * (norm + 2 * width * head.width),
+        activations=run.tokens * (stream + head.norm.bytes_per_token(run) + ends),
         scratch=chunk_tokens * rows * width + summed + max(softmax, rounded),
         tied_gradient=width * weight_elements if head.tied and run.pp == 1 else 0,
     )
