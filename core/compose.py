@@ -103,11 +103,13 @@ class ParallelConfig:
         if self.pipeline.microbatches is not None:
             self.pipeline.check_microbatches(self.pipeline.microbatches, num_ranks)
         given = {"zero=2": self.zero == 2, "zero=3": self.zero == 3, "compile": self.compile}
+        given["precision=fp16"] = self.precision == "fp16"
         refused = SCHEDULES[name].refuses
         for option, why in refused.items():
             if given.get(option):
                 zero = "--zero 1" if "zero=2" in refused else "--zero 2"
-                nearest = zero if option.startswith("zero") else f"no {option}"
+                others = {"zero=2": zero, "zero=3": zero, "precision=fp16": "--precision bf16"}
+                nearest = others.get(option, f"no {option}")
                 raise UserError(
                     f"{option} with pipeline.schedule={name}: {why}; use --pipeline.schedule 1f1b or interleaved, "
                     f"or {nearest}"

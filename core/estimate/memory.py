@@ -203,7 +203,7 @@ def _rank_memory(
     """sizes: by the identity of the model's kinds of blocks."""
     parts = own + _copies(model, run, stages, rank)
     goes_on = run.pp == 1 or run_schedule(run).goes_on[rank]
-    state, grads = _state_bytes(parts, run), _gradient_bytes(model, parts, run, goes_on)
+    state, grads = _state_bytes(parts, run, rank), _gradient_bytes(model, parts, run, goes_on)
     head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
@@ -290,7 +290,7 @@ class _State:
     masters: int = 0
 
 
-def _state_bytes(parts: list[Part], run: RunShape) -> _State:
+def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
     whole, sharded = _num_whole(parts), _num_updated(parts)
     width, wide = run.width_bytes, run.wide_bytes
     state = sum(part.state for part in parts)
@@ -299,7 +299,7 @@ def _state_bytes(parts: list[Part], run: RunShape) -> _State:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
     updated = sharded if run.zero else whole
     master, reduced = (wide, wide) if width < wide else (0, 0)
-    versions = SCHEDULES[run.pipeline.schedule].versions if run.pp > 1 else 1
+    versions = SCHEDULES[run.pipeline.schedule].versions(rank, run.pp) if run.pp > 1 else 1
     if versions > 1 and run.zero and run.shard_ranks > 1:
         master = wide  # of its own: a master that is a view of one version would hold all of it
     return _State(

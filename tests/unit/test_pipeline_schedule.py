@@ -179,6 +179,7 @@ def test_a_schedule_is_one_record() -> None:
         "zero=2": {"zero": 2},
         "zero=3": {"zero": 3},
         "compile": {"compile": True},
+        "precision=fp16": {"precision": "fp16"},
         "gemini.budget": {"gemini": GeminiConfig("1MB")},
     }
     for name, spec in SCHEDULES.items():

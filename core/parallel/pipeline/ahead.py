@@ -36,7 +36,7 @@ from core.parallel.data import DataParallel, Replicas
 from core.parallel.parallel_model import Work
 from core.parallel.pipeline.messages import Message, Step, with_messages
 from core.parallel.pipeline.run import Key, Pipeline, PipelineStep
-from core.parallel.pipeline.schedule import Action, B, F, Kind, PipelineConfig, ScheduleName, schedule
+from core.parallel.pipeline.schedule import SCHEDULES, Action, B, F, Kind, PipelineConfig, ScheduleName, schedule
 from core.parallel.pipeline.shapes import Parcel
 from core.parallel.pipeline.stages import Stages
 from core.placement.table import parameter_names, set_parameter
@@ -85,6 +85,8 @@ class AheadPipeline(Pipeline):
 
     def __init__(self, inner: DataParallel, stages: Stages, config: PipelineConfig):
         assert isinstance(inner, Replicas), "what has no whole parameters is refused by the schedule"
+        delay = SCHEDULES[config.schedule].delay
+        assert all(delay(stage, stages.num_stages) == 1 for stage in stages.own), "two versions are kept"
         self.replicas = inner
         names = [names for names in parameter_names(inner.model) if names[0] in inner.masters]
         self._places = {of[0]: of for of in names}
