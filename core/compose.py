@@ -102,6 +102,7 @@ class ParallelConfig:
             self._check_budget_of_stages()
         if self.pipeline.microbatches is not None:
             self.pipeline.check_microbatches(self.pipeline.microbatches, num_ranks)
+        self.pipeline.check_delays(num_ranks)
         given = {"zero=2": self.zero == 2, "zero=3": self.zero == 3, "compile": self.compile}
         given["precision=fp16"] = self.precision == "fp16"
         refused = SCHEDULES[name].refuses

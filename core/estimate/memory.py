@@ -9,7 +9,8 @@ State, per parameter on a rank (ZeRO divides over dp_shard x cp, each parameter 
 
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
-A schedule that runs ahead keeps several versions of the parameters, and gradients of two steps.
+A schedule that runs ahead keeps several versions of the parameters, and gradients of two steps, and its correction a
+state of its own beside the optimizer's.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
 gradients only at the last, so until then they are whole on every rank, at ZeRO-2 and 3 too.
 
@@ -38,6 +39,7 @@ from core.estimate.pipeline import run_schedule, stages_of
 from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
+from core.parallel.correction import CORRECTIONS, CorrectionSpec
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
 from core.parallel.recompute import SEGMENTED
@@ -226,7 +228,7 @@ def _rank_memory(
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
-        "update": state.resident + earlier + max(grads.own + kernel, sent),
+        "update": state.resident + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
     }
     return MemoryEstimate(
         parameters_bytes=state.parameters,
@@ -290,6 +292,15 @@ class _State:
     masters: int = 0
 
 
+def _corrected(run: RunShape) -> CorrectionSpec:
+    return CORRECTIONS[run.pipeline.correction if run.pp > 1 else "none"]
+
+
+def _before_update(parts: list[Part], run: RunShape) -> int:
+    """Bytes of the weights of before that a pipeline's correction holds while the optimizer steps."""
+    return run.wide_bytes * _num_updated(parts) * _corrected(run).keeps_changes
+
+
 def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
     whole, sharded = _num_whole(parts), _num_updated(parts)
     width, wide = run.width_bytes, run.wide_bytes
@@ -300,8 +311,11 @@ def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
     updated = sharded if run.zero else whole
     master, reduced = (wide, wide) if width < wide else (0, 0)
     versions = SCHEDULES[run.pipeline.schedule].versions(rank, run.pp) if run.pp > 1 else 1
-    if versions > 1 and run.zero and run.shard_ranks > 1:
+    delay = SCHEDULES[run.pipeline.schedule].delay(rank, run.pp) if run.pp > 1 else 0
+    correction = _corrected(run).make
+    if (versions > 1 and run.zero and run.shard_ranks > 1) or correction.leads(delay):
         master = wide  # of its own: a master that is a view of one version would hold all of it
+    state += len(correction.keys(delay)) * wide * updated
     return _State(
         parameters=versions * width * whole,
         gradients=width * with_gradient,

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.config import UserError
 from core.layout import detached
 from core.mesh import device_of
+from core.parallel.correction import Correction
 from core.parallel.draws import Draws
 from core.parallel.squares import GradientSquares
 from core.placement.table import Table
@@ -78,6 +79,7 @@ class ParallelModel(ABC):
              one, on each rank that holds a part of it
     table    where its parameters and masters lie, and those of other ranks
     draws    knows which rows of which step a forward computes, so that dropout is that of one rank
+    correction  of what is learned with old weights, under a pipeline that has them
     """
 
     model: nn.Module
@@ -85,6 +87,7 @@ class ParallelModel(ABC):
     masters: dict[str, Tensor]
     table: Table
     draws: Draws = Draws()
+    correction: Correction = Correction({})
 
     @property
     def ahead(self) -> "RunsAhead | None":
@@ -156,6 +159,10 @@ class ParallelModel(ABC):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, of all at once or part by part."""
         optimizer.step()
+
+    def skip(self) -> None:
+        """Take note, in the place of `update`, of a step whose gradients were not finite."""
+        self.correction.skip()
 
     @abstractmethod
     def release(self) -> None:

@@ -253,6 +253,8 @@ def train_step(
             state.average.follow()
         parallel.release()  # before the parameters travel: the two need not share memory
         parallel.publish()
+    else:
+        parallel.skip()
     parallel.release()
     state.require_progress()
     others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}

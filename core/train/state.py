@@ -17,6 +17,7 @@ from core.nn.moe import MoE, take_load
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_squares
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
+from core.parallel.correction import CORRECTIONS
 from core.parallel.parallel_model import ParallelModel, Work
 from core.parallel.pipeline.schedule import SCHEDULES
 from core.precision import LossScale
@@ -27,6 +28,8 @@ from core.train.folder import checkpoint_path
 from core.train.noise import NoiseScale
 
 MOST_SKIPPED_IN_A_ROW = 20
+NO_CORRECTION = {"name": "none", "count": 0}
+"""of checkpoints that were written before there were any"""
 
 
 class TrainState:
@@ -65,6 +68,8 @@ class TrainState:
         found = {f"model/{name}": parameter for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.parallel.masters.items()}
         found |= {f"stashed/{name}": parameter for name, parameter in self.parallel.stashed.items()}
+        for key, state in self.parallel.correction.tensors.items():
+            found |= {f"correction/{key}/{name}": value for name, value in state.items()}
         persistent = self.parallel.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.parallel.model.named_buffers() if n in persistent}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
@@ -80,6 +85,7 @@ class TrainState:
         self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
         values = {"values": self.values, "loss_scale": self.loss_scale.state()}
         values["schedule"] = self.parallel.schedule_name
+        values["correction"] = {"name": self._correction, "count": self.parallel.correction.count}
         if self.average is not None:
             values["average_steps"] = self.average.steps
         if self.noise is not None:
@@ -89,15 +95,19 @@ class TrainState:
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
         """Take over a checkpoint, of whatever mesh.  Returns its step.
 
-        Raises UserError for one of a pipeline that runs ahead where this does not, and the other way round.
+        Raises UserError for one of a pipeline that runs ahead where this does not, and the other way round, and for one
+        of another correction.
         """
-        self._require_schedule(checkpointer.values(at))
+        saved = checkpointer.values(at)
+        self._require_schedule(saved)
+        self._require_correction(saved)
         self._make_optimizer_state()
         with torch.no_grad():
             optim = self._optimizer_tensors()
             step, values, random = checkpointer.load(at, self.tensors(optim))
             for name, loaded in optim.items():
                 restore_state(self.optimizer, self.parallel.masters[name], loaded)
+            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
             self.parallel.publish()
         self.loaded = values["values"]
         self.loss_scale.load_state(values["loss_scale"])
@@ -117,6 +127,18 @@ class TrainState:
             raise UserError(
                 f"it is a checkpoint of pipeline.schedule={name}, and this run has {own}, whose steps compute with "
                 f"weights of other updates; resume it with {again}, or begin anew with its weights"
+            )
+
+    @property
+    def _correction(self) -> str:
+        return next(name for name, spec in CORRECTIONS.items() if spec.make is type(self.parallel.correction))
+
+    def _require_correction(self, saved: dict[str, Any]) -> None:
+        name = saved.get("correction", NO_CORRECTION)["name"]
+        if name != self._correction:
+            raise UserError(
+                f"it is a checkpoint of pipeline.correction={name}, and this run has {self._correction}, of another "
+                f"state; resume it with --pipeline.correction {name}, or begin anew with its weights"
             )
 
     def _make_optimizer_state(self) -> None:

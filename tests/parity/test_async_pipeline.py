@@ -11,6 +11,7 @@ import torch
 from core.checkpoint import CheckpointConfig
 from core.compose import ParallelConfig
 from core.mesh import MeshConfig
+from core.parallel.correction import CORRECTIONS, CorrectionName
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeConfig
 from core.precision import Precision
@@ -27,7 +28,8 @@ def deep(model: Any, num_layers: int = 5) -> Any:
 
 
 def late(num_ranks: int = 2, zero: int = 0, microbatches: int | None = 4, **options: Any) -> dict[str, Any]:
-    pipeline = PipelineConfig("2bw", microbatches=microbatches, split=options.pop("split", ()))
+    correction = options.pop("correction", "none")
+    pipeline = PipelineConfig("2bw", microbatches=microbatches, split=options.pop("split", ()), correction=correction)
     parallel = ParallelConfig(zero=zero, precision="fp64", pipeline=pipeline, **options)
     return {"mesh": MeshConfig(pp=num_ranks), "parallel": parallel}
 
@@ -63,6 +65,53 @@ def test_follows_its_recurrence(ranks, name: str) -> None:
     num_ranks, case = CASES[name]
     difference, where = largest_difference(ranks(num_ranks).run(run, case), of_simulator(ranks, case), case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from the recurrence"
+
+
+NO_MOMENTUM, NO_BETA = (("momentum", 0.0),), (("betas", (0.0, 0.95)),)
+CORRECTED = {
+    "prediction": (2, Case(deep(GPT2), **late(correction="prediction"), batch=11, steps=7)),
+    "prediction-zero1-muon": (4, Case(deep(LLAMA, 3), **late(zero=1, correction="prediction"), steps=7, optim="muon")),
+    "nesterov": (2, Case(deep(GPT2, 3), **late(correction="nesterov"), batch=11, steps=7, options=NO_BETA)),
+    "nesterov-sgd": (
+        3,
+        Case(deep(GPT2, 3), **late(3, correction="nesterov"), batch=11, steps=9, optim="sgd", options=NO_MOMENTUM),
+    ),
+    "dc_asgd-zero1": (4, Case(deep(GPT2, 3), **late(zero=1, correction="dc_asgd"), steps=7)),
+    "error_feedback": (
+        3,
+        Case(deep(GPT2, 3), **late(3, microbatches=3, correction="error_feedback"), batch=11, steps=9),
+    ),
+    "error_feedback-muon": (
+        2,
+        Case(deep(LLAMA, 3), **late(correction="error_feedback", recompute=FULL), batch=11, steps=7, optim="muon"),
+    ),
+}
+
+
+def corrected_by_simulator(ranks, case: Case) -> dict[str, Any]:
+    name = case.parallel.pipeline.correction
+    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None)
+    return ranks(1).run(delayed.one_late_corrected, plain, name, CORRECTIONS[name].strength or 0.0)[0]
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_a_correction_follows_its_equations(ranks, name: str) -> None:
+    """And they say something else than the recurrence without it."""
+    num_ranks, case = CORRECTED[name]
+    expected = corrected_by_simulator(ranks, case)
+    difference, where = largest_difference(ranks(num_ranks).run(run, case), expected, case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from the equations"
+    assert largest_difference([of_simulator(ranks, case)], expected, case.steps)[0] > 1e4 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["prediction", "dc_asgd"])
+def test_a_correction_of_steps_that_are_skipped(ranks, name: CorrectionName) -> None:
+    case = Case(deep(LLAMA), **late(correction=name), microbatch=None, batch=12, steps=8)
+    found = ranks(2).run(ahead.run_scaled, replace(case, parallel=replace(case.parallel, precision="fp16")))
+    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp16"), microbatch=3)
+    expected = ranks(1).run(delayed.one_late_corrected, plain, name, CORRECTIONS[name].strength or 0.0)[0]
+    assert largest_difference(found, expected, case.steps)[0] <= 1e-3
+    assert found[0]["skipped"] == expected["skipped"] > 0
 
 
 def test_the_simulator_without_delay_is_synchronous_training(ranks) -> None:
@@ -107,14 +156,24 @@ def test_narrow_formats(ranks, precision: Precision) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "size", "precision"), [(0, 2, "fp64"), (1, 4, "fp64"), (1, 4, "bf16"), (0, 2, "fp16")]
+    ("zero", "size", "precision", "correction"),
+    [
+        (0, 2, "fp64", "none"),
+        (1, 4, "fp64", "prediction"),
+        (1, 4, "bf16", "error_feedback"),
+        (0, 2, "fp16", "dc_asgd"),
+        pytest.param(1, 4, "fp64", "none", marks=pytest.mark.soak),
+        pytest.param(0, 2, "bf16", "prediction", marks=pytest.mark.soak),
+    ],
 )
-def test_resumes_to_the_bit(ranks, tmp_path: Path, zero: Any, size: int, precision: Precision) -> None:
-    """With both versions of the weights, dropout, and a buffer that training updates."""
+def test_resumes_to_the_bit(
+    ranks, tmp_path: Path, zero: Any, size: int, precision: Precision, correction: CorrectionName
+) -> None:
+    """With both versions of the weights, a correction's state, dropout, and a buffer that training updates."""
     late_options = {
         "mesh": TWO,
         "zero": zero,
-        "pipeline": PipelineConfig("2bw", microbatches=2),
+        "pipeline": PipelineConfig("2bw", microbatches=2, correction=correction),
         "precision": precision,
     }
     config = config_of(tmp_path, checkpoint=CheckpointConfig(every=3), steps=STEPS, **late_options)
@@ -137,6 +196,15 @@ def test_dropout_is_that_of_one_rank(ranks, tmp_path: Path) -> None:
     for found in ranks(2).run(ahead.masters_after, pipelined, 0.3):
         for name, value in found.items():
             assert (value - expected[name]).abs().max() <= TOLERANCE, name
+
+
+def test_a_checkpoint_of_another_correction_is_refused(ranks, tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=STEPS, mesh=TWO, pipeline=PipelineConfig("2bw", microbatches=2))
+    ranks(2).run(train, replace(config, stop_after=STOP))
+    other = replace(config, resume="auto", pipeline=replace(config.pipeline, correction="error_feedback"))
+    for said in ranks(2).run(ahead.refusal, other):
+        assert "pipeline.correction=none" in said
+        assert "--pipeline.correction none" in said
 
 
 def test_a_checkpoint_of_another_schedule_is_refused(ranks, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class AheadPipeline(Pipeline):
     """A pipeline whose steps overlap, where they are run by `run_ahead`; by `run` they learn the same one by one.
 
     older   the parameters of the step that runs
-    newest  those of the next step, and of evaluations: what the masters' last `publish` made
+    newest  those of the next step: what the masters' last `publish` made, and the correction of it
     """
 
     def __init__(self, inner: DataParallel, stages: Stages, config: PipelineConfig):
@@ -93,8 +93,10 @@ class AheadPipeline(Pipeline):
         self.installed = self.older = self.newest = dict(inner.parameters)
         self._flight: Flight | None = None
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._evaluated: Version | None = None
         super().__init__(inner, stages, config)
         self.older = self.newest
+        self.correction = config.correct(self.masters, self.rank, stages.num_stages)
 
     @property
     def ahead(self) -> "AheadPipeline":
@@ -137,7 +139,7 @@ class AheadPipeline(Pipeline):
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         self._own_memory()
-        optimizer.step()
+        self.correction.update(optimizer, optimizer.step)
 
     def release(self) -> None:
         for master in self.replicas.masters.values():
@@ -146,10 +148,17 @@ class AheadPipeline(Pipeline):
     @torch.no_grad()
     def publish(self) -> None:
         self._own_memory()
+        with self.correction.looking_ahead():
+            self.newest = self._version()
+        self._evaluated = None
+
+    def _version(self) -> Version:
+        """New parameters of the masters' values; the model computes with them."""
         self._publish_shared()
-        self.newest = self.replicas.replace_parameters(shares=True)
-        self.install(self.newest)
+        version = self.replicas.replace_parameters(shares=True)
+        self.install(version)
         self.replicas.publish()
+        return version
 
     def _own_memory(self) -> None:
         """Masters that a version shares its memory with go on in memory of their own."""
@@ -214,8 +223,18 @@ class AheadPipeline(Pipeline):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         assert self._flight is None, "a model is evaluated when no step is under way"
-        self.install(self.newest)
+        self.install(self._masters_version() if self.correction.looks_ahead else self.newest)
         return super()._evaluate(*args, **kwargs)
+
+    @torch.no_grad()
+    def _masters_version(self) -> Version:
+        """The masters' own values, where steps compute with others."""
+        if self._evaluated is None:
+            before = dict(self.replicas.parameters)
+            self._own_memory()
+            self._evaluated = self._version()
+            self.replicas.parameters = before
+        return self._evaluated
 
 
 class Flight(PipelineStep):

@@ -35,7 +35,10 @@ from functools import cached_property, lru_cache
 from itertools import dropwhile
 from typing import Literal
 
+from torch import Tensor
+
 from core.config import UserError
+from core.parallel.correction import CORRECTIONS, Correction, CorrectionName
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "2bw", "pipedream", "pipedream_sync"]
 MICROBATCHES_PER_STAGE = 4
@@ -61,6 +64,13 @@ class PipelineConfig:
     clip: Literal["stage", "last"] = "stage"
     """norm that optim.clip_norm looks at under pipedream, whose stages do not wait for one another's: stage, of its own
     gradients; last, of all stages' in the latest step that all know, as many steps before as there are stages"""
+    correction: CorrectionName = "none"
+    """against gradients of old weights, where the schedule has them: lr_by_delay, prediction, nesterov, dc_asgd or
+    error_feedback (docs/async_pipelines.md)"""
+    correction_strength: float | None = None
+    """gamma of nesterov (None: 0.99), lambda of dc_asgd (0.04) and of error_feedback (1)"""
+    correction_steps: int = 1000
+    """updates after which lr_by_delay has given the whole rate back"""
 
     def __post_init__(self) -> None:
         if self.microbatches is not None and self.microbatches < 1:
@@ -72,6 +82,25 @@ class PipelineConfig:
             )
         if any(blocks < 1 for blocks in self.split):
             raise UserError(f"pipeline.split={_spaced(self.split)}: every stage has at least one block")
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        """Raises UserError for a correction of a schedule whose weights are not late, and for values out of range."""
+        given = f"pipeline.correction={self.correction}"
+        if self.correction != "none" and not SCHEDULES[self.schedule].runs_ahead:
+            late = " or ".join(name for name, spec in SCHEDULES.items() if spec.runs_ahead)
+            raise UserError(
+                f"{given} with pipeline.schedule={self.schedule}: its gradients are of the newest weights; leave "
+                f"it out, or use --pipeline.schedule {late}"
+            )
+        strength, most = self.correction_strength, CORRECTIONS[self.correction].most
+        if strength is not None and not 0 < strength < most:
+            raise UserError(
+                f"pipeline.correction_strength={strength} with {given}; give a number above 0"
+                + (f" and below {most:g}" if most < float("inf") else "")
+            )
+        if self.correction_steps < 1:
+            raise UserError(f"pipeline.correction_steps={self.correction_steps}; give a positive number")
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
@@ -82,6 +111,10 @@ class PipelineConfig:
             found["cost"] = "with pipeline.split, which says what each stage has; leave one of them out"
         if not SCHEDULES[self.schedule].updates_at_once:
             found["clip"] = f"with pipeline.schedule={self.schedule}, which knows the norm of all stages; leave it out"
+        if CORRECTIONS[self.correction].strength is None:
+            found["correction_strength"] = f"with pipeline.correction={self.correction}, which has none; leave it out"
+        if self.correction != "lr_by_delay":
+            found["correction_steps"] = f"with pipeline.correction={self.correction}; leave it out"
         return found
 
     @property
@@ -101,6 +134,25 @@ class PipelineConfig:
                 f"mesh.pp={num_ranks}: it needs one for each stage; use --pipeline.microbatches {num_ranks} or more "
                 "(and as many rows on each rank), or --pipeline.schedule 1f1b"
             )
+
+    def check_delays(self, num_ranks: int) -> None:
+        """Raises UserError for a correction that changes nothing at the delays of the stages."""
+        delay = SCHEDULES[self.schedule].delay
+        stages = num_ranks * self.stages_per_rank
+        most = max(delay(stage, stages) for stage in range(stages))
+        if CORRECTIONS[self.correction].needs_delays and most <= 1:
+            raise UserError(
+                f"pipeline.correction={self.correction} with pipeline.schedule={self.schedule} on mesh.pp={num_ranks}: "
+                "it divides the rate by the delay, which is one update at most; leave it out, or use "
+                "--pipeline.correction error_feedback"
+            )
+
+    def correct(self, masters: Mapping[str, Tensor], stage: int, stages: int) -> Correction:
+        """What corrects the masters of a stage."""
+        spec = CORRECTIONS[self.correction]
+        strength = spec.strength if self.correction_strength is None else self.correction_strength
+        delay = SCHEDULES[self.schedule].delay(stage, stages)
+        return spec.make(masters, delay, strength or 0.0, self.correction_steps)
 
     def check_stages(self, num_ranks: int, num_blocks: int) -> None:
         """Raises UserError where the blocks do not make the stages."""
