@@ -137,10 +137,11 @@ def estimate_step(
             f"optim.name={options.name}: its step evaluates the model, which a traced one does not show; plan another "
             "optimizer, such as adamw, and add what docs/optim.md says of its memory"
         )
-    if mesh.pp > 1 and SCHEDULES[parallel.pipeline.schedule].runs_ahead:
+    spec = SCHEDULES[parallel.pipeline.schedule]
+    if mesh.pp > 1 and any(spec.delay(stage, mesh.pp) > 1 for stage in range(mesh.pp)):
         raise UserError(
-            f"pipeline.schedule={parallel.pipeline.schedule}: its step begins the next one, which is not foreseen of "
-            "any model's; plan --pipeline.schedule 1f1b, which takes its activations and one version less"
+            f"pipeline.schedule={parallel.pipeline.schedule} on mesh.pp={mesh.pp}: its stages hold more versions than "
+            "are foreseen of any model; plan --pipeline.schedule 2bw, or our decoder, of which there are closed forms"
         )
     step = _Step(mesh, parallel, speed, model_plan(plan), options, loss, num_microbatches)
     found = step.of_places(model).values()
@@ -220,10 +221,17 @@ class _Step:
             if growths:
                 try:
                     few, *more = (trace(cuts, longer) for longer in (None, *growths))
-                    return _estimate(*grown(few, list(zip(growths, more, strict=True))), self.axes)
+                    return self._of_several(rank, _estimate(*grown(few, list(zip(growths, more))), self.axes))
                 except NotAlike as why:
                     log.info("all blocks are traced, since the step does not grow with them evenly: %s", why)
-            return _estimate(*grown(trace(cuts_of(*given, few=False))), self.axes)
+            return self._of_several(rank, _estimate(*grown(trace(cuts_of(*given, few=False))), self.axes))
+
+    def _of_several(self, rank: int, one: StepEstimate) -> StepEstimate:
+        """The same where the gradients of the next steps begin to be added up before the update, all the while."""
+        spec = SCHEDULES[self.parallel.pipeline.schedule]
+        more = (spec.gradients(rank, self.sizes.pp) - 1) * one.gradients_bytes if self.sizes.pp > 1 else 0
+        phases = {phase: num_bytes + more for phase, num_bytes in one.phases.items()}
+        return replace(one, gradients_bytes=one.gradients_bytes + more, phases=phases)
 
     def trace(
         self,
@@ -265,7 +273,8 @@ class _Step:
 
     def _run(self, account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> Traced:
         """The step, on a rank that has all that it keeps from step to step."""
-        parameters = _storages(spread.model.parameters())
+        # Of a schedule whose steps overlap, also those of the version before.
+        parameters = _storages([*spread.model.parameters(), *spread.stashed.values()])
         staged = isinstance(spread, Pipeline)
         held = spread.inner.masters if staged else spread.masters  # those of a tied head's copy too
         masters = _storages(held.values())

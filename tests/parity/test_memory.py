@@ -20,6 +20,7 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
 from core.nn.routing import MoEConfig
 from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.correction import CorrectionName
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig, RecomputeMode
 from core.precision import Precision
@@ -186,6 +187,28 @@ def test_estimate_of_steps_that_overlap(ranks, size: int, zero: Zero, precision:
     parallel = ParallelConfig(precision=precision, zero=zero, pipeline=given)
     measured = ranks(size).run(ahead.peak_of_a_step, STAGED, parallel, 4, run.num_microbatches)
     assert estimate_memory(shape, run).peak_bytes == pytest.approx(max(measured), rel=0.1)
+    mesh = MeshConfig(pp=2).resolve(size, zero)
+    with torch.device("meta"):
+        model = Decoder(STAGED)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return decoder_loss(4, STAGED.max_length, model)
+
+    plan, speed = decoder_plan(STAGED, mesh), Speed(1e12, 1e12)
+    traced = estimate_step(model, loss, mesh, parallel, speed, plan, num_microbatches=run.num_microbatches)
+    assert traced.peak_bytes == pytest.approx(max(measured), rel=0.1)
+
+
+@pytest.mark.parametrize("correction", ["prediction", "error_feedback"])
+def test_estimate_of_a_correction(correction: CorrectionName) -> None:
+    """Its state, the masters where versions are other values, and the weights of before while the optimizer steps."""
+    shape = decoder_shape(STAGED, device_type="cpu")
+    run = RunShape(pp=2, pipeline=PipelineConfig("2bw"), num_microbatches=4, sequence_length=STAGED.max_length)
+    plain = estimate_memory(shape, run)
+    with_it = estimate_memory(shape, replace(run, pipeline=PipelineConfig("2bw", correction=correction)))
+    weights = plain.parameters_bytes // 2
+    assert with_it.optimizer_bytes - plain.optimizer_bytes == (1 + (correction == "prediction")) * weights
+    assert with_it.phases["update"] > plain.phases["update"] + weights
 
 
 def counted_gpt2(parallel: ParallelConfig, num_microbatches: int) -> tuple[int, Counter, Counter]:
