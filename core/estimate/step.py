@@ -41,9 +41,10 @@ from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
 from core.optim.spec import spec_of
+from core.parallel.correction import CORRECTIONS
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
-from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind
+from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, PipelineConfig
 from core.parallel.pipeline.shapes import Form
 from core.parallel.pipeline.stages import split_into_stages
 from core.placement.stages import StageSplit
@@ -143,10 +144,43 @@ def estimate_step(
             f"pipeline.schedule={parallel.pipeline.schedule} on mesh.pp={mesh.pp}: its stages hold more versions than "
             "are foreseen of any model; plan --pipeline.schedule 2bw, or our decoder, of which there are closed forms"
         )
-    step = _Step(mesh, parallel, speed, model_plan(plan), options, loss, num_microbatches)
-    found = step.of_places(model).values()
+    ahead = mesh.pp > 1 and spec.runs_ahead
+    traced = replace(parallel, pipeline=_drained(parallel.pipeline)) if ahead else parallel
+    places = _Step(mesh, traced, speed, model_plan(plan), options, loss, num_microbatches).of_places(model)
+    found = [_overlapping(one, rank, mesh, parallel) if ahead else one for rank, one in places.items()]
     fullest = max(found, key=lambda estimate: estimate.peak_bytes)
     return replace(fullest, compute_s=max(estimate.compute_s for estimate in found))
+
+
+def _drained(pipeline: PipelineConfig) -> PipelineConfig:
+    """The schedule of whose actions the steps of one that runs ahead are cut."""
+    return replace(pipeline, schedule="1f1b", correction="none", correction_strength=None)
+
+
+def _overlapping(one: StepEstimate, rank: int, mesh: MeshConfig, parallel: ParallelConfig) -> StepEstimate:
+    """A step among many, of what it takes alone: all the while with several versions, and gradients of more steps.
+
+    Left out is the message of a few numbers by which stages tell each other the norm.
+    """
+    pipeline = parallel.pipeline
+    spec, correction = SCHEDULES[pipeline.schedule], CORRECTIONS[pipeline.correction].make
+    delay = spec.delay(rank, mesh.pp)
+    shards = mesh.dp_shard * mesh.cp if parallel.zero else 1
+    of_masters = one.masters_bytes or one.parameters_bytes // shards
+    # Masters that are views of one version would hold all of it, and those of other values share nothing.
+    own = 0 if one.masters_bytes or (shards == 1 and not correction.leads(delay)) else of_masters
+    versions = (spec.versions(rank, mesh.pp) - 1) * one.parameters_bytes
+    gradients = (spec.gradients(rank, mesh.pp) - 1) * one.gradients_bytes
+    state = len(correction.keys(delay)) * of_masters
+    more = versions + gradients + own + state
+    return replace(
+        one,
+        parameters_bytes=one.parameters_bytes + versions,
+        gradients_bytes=one.gradients_bytes + gradients,
+        masters_bytes=one.masters_bytes + own,
+        state_bytes=one.state_bytes + state,
+        phases={phase: num_bytes + more for phase, num_bytes in one.phases.items()},
+    )
 
 
 def estimate_places(
@@ -221,17 +255,10 @@ class _Step:
             if growths:
                 try:
                     few, *more = (trace(cuts, longer) for longer in (None, *growths))
-                    return self._of_several(rank, _estimate(*grown(few, list(zip(growths, more))), self.axes))
+                    return _estimate(*grown(few, list(zip(growths, more, strict=True))), self.axes)
                 except NotAlike as why:
                     log.info("all blocks are traced, since the step does not grow with them evenly: %s", why)
-            return self._of_several(rank, _estimate(*grown(trace(cuts_of(*given, few=False))), self.axes))
-
-    def _of_several(self, rank: int, one: StepEstimate) -> StepEstimate:
-        """The same where the gradients of the next steps begin to be added up before the update, all the while."""
-        spec = SCHEDULES[self.parallel.pipeline.schedule]
-        more = (spec.gradients(rank, self.sizes.pp) - 1) * one.gradients_bytes if self.sizes.pp > 1 else 0
-        phases = {phase: num_bytes + more for phase, num_bytes in one.phases.items()}
-        return replace(one, gradients_bytes=one.gradients_bytes + more, phases=phases)
+            return _estimate(*grown(trace(cuts_of(*given, few=False))), self.axes)
 
     def trace(
         self,
@@ -273,8 +300,7 @@ class _Step:
 
     def _run(self, account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> Traced:
         """The step, on a rank that has all that it keeps from step to step."""
-        # Of a schedule whose steps overlap, also those of the version before.
-        parameters = _storages([*spread.model.parameters(), *spread.stashed.values()])
+        parameters = _storages(spread.model.parameters())
         staged = isinstance(spread, Pipeline)
         held = spread.inner.masters if staged else spread.masters  # those of a tied head's copy too
         masters = _storages(held.values())

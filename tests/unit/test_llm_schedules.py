@@ -43,7 +43,8 @@ def test_a_step_among_many_has_no_bubble(microbatches: int) -> None:
         return simulated_step_s(BLOCKS, run, MACHINE)
 
     assert step("2bw") / step("1f1b") == pytest.approx(microbatches / (microbatches + 3))
-    assert step("zbv") / step("2bw") == pytest.approx(1 + 3 / (6 * microbatches), rel=0.1)
+    if microbatches >= 8:  # zbv's bubble is the published one from twice as many as ranks on
+        assert step("zbv") / step("2bw") == pytest.approx(1 + 3 / (6 * microbatches))
 
 
 def test_the_cluster_s_clock_of_steps_that_overlap() -> None:
