@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.metrics import transformer_flops_per_token
 from core.parallel.pipeline.schedule import (
+    SCHEDULES,
     Action,
     Kind,
     Schedule,
@@ -70,8 +71,10 @@ def _stages_of(model: ModelShape, run: RunShape) -> StageSplit:
     return StageSplit(tuple(stage_ranges(split)), owner_of)
 
 
-def run_schedule(run: RunShape) -> Schedule:
-    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks)
+def run_schedule(run: RunShape, overlapping: bool = False) -> Schedule:
+    """That of a step; overlapping: of as many as are under way at once, where steps overlap."""
+    steps = SCHEDULES[run.pipeline.schedule].depth(run.pp) + 1 if overlapping else 1
+    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, steps)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def estimate_step(
     if mesh.pp > 1 and SCHEDULES[parallel.pipeline.schedule].runs_ahead:
         raise UserError(
             f"pipeline.schedule={parallel.pipeline.schedule}: its step begins the next one, which is not foreseen of "
-            "any model's; plan --pipeline.schedule 1f1b, which takes its activations and one version less"
+            "any model's; plan --pipeline.schedule 1f1b, which has one version of the weights"
         )
     step = _Step(mesh, parallel, speed, model_plan(plan), options, loss, num_microbatches)
     found = step.of_places(model).values()

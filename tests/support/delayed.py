@@ -3,31 +3,53 @@
     w(t + 1) = w(t) - lr update(grad f(u(t))),  u(t): each parameter as max(t - delay, 0) updates have made it
 
 with the whole history of the weights, gradients at the mixed point, and the same optimizer, clipping and schedule as in
-any run. PipeDream-2BW (Narayanan et al. 2021) has delay 1 for every parameter. A loss scale is as late as the weights.
+any run. Under PipeDream-2BW (Narayanan et al. 2021) every parameter has delay 1, under PipeDream (2019) those of stage
+s of n have n - 1 - s, with vertical sync n - 1. A loss scale is as late as the steps that are begun with it.
 """
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from core.compose import ParallelConfig
+from core.mesh import MeshConfig
+from core.models.plan import decoder_plan
+from core.optim.clip import scale_gradients
 from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.schedule import SCHEDULES
+from core.placement.stages import split_by_cost, stage_ranges
 from core.precision import LossScale, LossScaleConfig
 from core.train import train_step
-from tests.support.training import Case, batch_of, build, evaluated, held, loss, moved_since, weight
+from tests.support.training import (
+    CLIP,
+    Case,
+    batch_of,
+    build,
+    evaluated,
+    held,
+    loss,
+    moved_since,
+    weight,
+)
 
 SCALE = LossScaleConfig(2.0**22, growth_interval=3)
 
 
 class LateScale(LossScale):
-    """One whose factor is that of one update before."""
+    """One whose factor is that of some steps before."""
 
     latest: float | None = None
 
     def update(self, finite: bool) -> bool:
         self.factor = self.latest or self.factor
         applied = super().update(finite)
-        self.latest, self.factor = self.factor, self.before
+        self.latest, self.factor = self.factor, self.late(self.remembers)
         return applied
 
 
@@ -58,26 +80,83 @@ class History:
         self.parallel.publish()
 
 
-def delayed_run(case: Case, delay_of: Callable[[str], int]) -> dict[str, Any]:
-    """What `training.run` finds of a case on one rank.  delay_of: name of a parameter -> updates that it is late."""
+def delayed_run(
+    case: Case, delay_of: Callable[[str], int], clip: Callable[[ParallelModel], Any] | None = None, late: int = 1
+) -> dict[str, Any]:
+    """What `training.run` finds of a case on one rank.
+
+    delay_of  name of a parameter -> updates that it is late
+    clip      of the model: a context in which gradients are clipped in another way than by the norm of all
+    late      steps that the loss scale is
+    """
     state, config = build(case)
     state.loss_scale = LateScale(config.precision, SCALE)
+    state.loss_scale.remembers = late
     start, history, losses = held(state.parallel.masters), History(state.parallel, delay_of), []
-    for step in range(case.steps):
-        history.before(step)
-        skipped = state.loss_scale.skipped_steps
-        losses.append(train_step(state, batch_of(case, step), loss, weight, config, step)["loss"])
-        history.behind(state.loss_scale.skipped_steps > skipped)
+    with nullcontext() if clip is None else clip(state.parallel):
+        for step in range(case.steps):
+            history.before(step)
+            skipped = state.loss_scale.skipped_steps
+            losses.append(train_step(state, batch_of(case, step), loss, weight, config, step)["loss"])
+            history.behind(state.loss_scale.skipped_steps > skipped)
     losses.append(evaluated(state, batch_of(case, case.steps - 1)))
     moved = moved_since(start, state.parallel.masters)
     return {"losses": losses, "start": start, "displacement": moved, "skipped": state.loss_scale.skipped_steps}
 
 
-def one_late(case: Case) -> dict[str, Any]:
-    """2BW's recurrence."""
-    return delayed_run(case, lambda _: 1)
+def of_schedule(case: Case, microbatch: int | None = None) -> dict[str, Any]:
+    """What a pipelined case's recurrence comes to."""
+    stages, pipeline = case.mesh.pp, case.parallel.pipeline
+    spec, stage = SCHEDULES[pipeline.schedule], stage_of(case)
+    precision = case.parallel.precision
+    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision=precision), microbatch=microbatch)
+
+    def clip(parallel: ParallelModel) -> Any:
+        return clipped_by_stage(parallel, stage, stages, pipeline.clip == "last")
+
+    late = spec.depth(stages)
+    return delayed_run(
+        plain, lambda name: spec.delay(stage(name), stages), clip if spec.updates_at_once else None, late
+    )
+
+
+def stage_of(case: Case) -> Callable[[str], int]:
+    """name of a parameter -> the stage that updates it."""
+    plan = decoder_plan(case.model, case.mesh).pipeline
+    assert plan is not None
+    split = case.parallel.pipeline.split or split_by_cost(case.model.num_layers, case.mesh.pp, plan.costs)
+    ranges = stage_ranges(split)
+
+    def stage(name: str) -> int:
+        block = re.match(rf"{plan.blocks}\.(\d+)\.", name)
+        if block is None:
+            return 0 if any(name.startswith(before) for before in plan.before) else case.mesh.pp - 1
+        return next(stage for stage, blocks in enumerate(ranges) if int(block[1]) in blocks)
+
+    return stage
+
+
+@contextmanager
+def clipped_by_stage(parallel: ParallelModel, stage: Callable[[str], int], stages: int, by_last: bool) -> Any:
+    """Each stage's gradients are clipped by their own norm, or by that of all some steps before, once there is one."""
+    of_stages: list[list[torch.Tensor]] = [[] for _ in range(stages)]
+    for name, master in parallel.masters.items():
+        of_stages[stage(name)].append(master)
+    norms: list[float] = []
+
+    def norm_of(masters: Iterable[torch.Tensor]) -> float:
+        return math.sqrt(sum(float(m.grad.double().square().sum()) for m in masters if m.grad is not None))
+
+    def scale(masters: Iterable[torch.Tensor], factor: float) -> None:
+        norms.append(norm_of(masters))
+        for own in of_stages:
+            norm = norms[-1 - stages] if by_last and len(norms) > stages else norm_of(own)
+            scale_gradients(own, min(1.0, CLIP / norm))
+
+    with patch("core.train.loop.scale_gradients", scale):
+        yield
 
 
 def none_late(case: Case) -> dict[str, Any]:
-    """That of synchronous training."""
+    """The recurrence of synchronous training."""
     return delayed_run(case, lambda _: 0)
