@@ -124,6 +124,11 @@ class ParallelConfig:
                 f"{given}.schedule={self.pipeline.schedule}: it reckons with one stage a rank, and a backward in one "
                 "part; use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
             )
+        if spec.runs_ahead:
+            raise UserError(
+                f"{given}.schedule={self.pipeline.schedule}: it reckons with one version of the weights; "
+                "use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
+            )
         if self.pipeline.cost == "measured" and not self.pipeline.split:
             raise UserError(
                 f"{given}.cost=measured: what is computed again is chosen before the blocks are timed; leave the cost "

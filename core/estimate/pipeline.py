@@ -86,8 +86,10 @@ def step_on_a_clock(run: RunShape, cost: Callable[[Action], float], message: flo
     return (other - one) / few
 
 
-def run_schedule(run: RunShape) -> Schedule:
-    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks)
+def run_schedule(run: RunShape, overlapping: bool = False) -> Schedule:
+    """That of a step; overlapping: of as many as are under way at once, where steps overlap."""
+    steps = SCHEDULES[run.pipeline.schedule].depth(run.pp) + 1 if overlapping else 1
+    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, steps)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class TrainConfig(ParallelConfig):
         if self.precision != "fp16":
             why = f"with precision={self.precision}: only fp16 scales the loss; give --precision fp16"
             found |= {f"loss_scale.{item.name}": why for item in fields(self.loss_scale)}
+        if self.optim.clip_norm is None:
+            found["pipeline.clip"] = "without optim.clip_norm: nothing is clipped; leave it out"
         if not self.noise_scale:
             found["noise_scale_steps"] = "without noise_scale, which it averages; give --noise-scale"
         if self.gemini.budget is not None:

@@ -165,27 +165,46 @@ def test_estimate_of_stages(ranks, schedule: ScheduleName, recompute: RecomputeM
     assert (traced.sent.bytes, traced.sent.calls) == (sent, calls)
 
 
+OVERLAPPING: list[tuple[ScheduleName, int, int, Zero, Precision, int]] = [
+    ("2bw", 2, 2, 0, "fp32", 4),
+    ("2bw", 4, 2, 1, "bf16", 4),
+    ("pipedream", 3, 3, 0, "fp32", 1),
+    ("pipedream_sync", 3, 3, 0, "bf16", 1),
+]
+OVERLAPPING_LONG: list[tuple[ScheduleName, int, int, Zero, Precision, int]] = [
+    ("2bw", 4, 2, 1, "fp32", 4),
+    ("pipedream", 3, 3, 0, "bf16", 3),
+    ("pipedream", 4, 2, 1, "fp32", 1),
+    ("pipedream", 4, 2, 1, "bf16", 2),
+    ("pipedream_sync", 3, 3, 0, "fp32", 1),
+    ("pipedream_sync", 3, 3, 0, "fp32", 3),
+    ("pipedream_sync", 4, 2, 1, "fp32", 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("size", "zero", "precision"),
-    [(2, 0, "fp32"), (4, 1, "bf16"), pytest.param(4, 1, "fp32", marks=pytest.mark.soak)],
+    ("schedule", "size", "stages", "zero", "precision", "number"),
+    [*OVERLAPPING, *(pytest.param(*row, marks=pytest.mark.soak) for row in OVERLAPPING_LONG)],
 )
-def test_estimate_of_steps_that_overlap(ranks, size: int, zero: Zero, precision: Precision) -> None:
-    """Two versions of the parameters, and gradients of two steps."""
-    pipeline = PipelineConfig("2bw")
+def test_estimate_of_steps_that_overlap(
+    ranks, schedule: ScheduleName, size: int, stages: int, zero: Zero, precision: Precision, number: int
+) -> None:
+    """Versions of the parameters, and gradients of several steps."""
+    pipeline = PipelineConfig(schedule)
     run = RunShape(
         precision=precision,
-        pp=2,
-        dp_shard=size // 2 if zero else 1,
+        pp=stages,
+        dp_shard=size // stages if zero else 1,
         pipeline=pipeline,
         zero=zero,
         microbatch_size=4,
-        num_microbatches=4,
+        num_microbatches=number,
         sequence_length=STAGED.max_length,
     )
     shape = decoder_shape(STAGED, device_type="cpu")
     given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
     parallel = ParallelConfig(precision=precision, zero=zero, pipeline=given)
-    measured = ranks(size).run(ahead.peak_of_a_step, STAGED, parallel, 4, run.num_microbatches)
+    measured = ranks(size).run(ahead.peak_of_steps, STAGED, parallel, 4, number, stages, 2 * stages)
     assert estimate_memory(shape, run).peak_bytes == pytest.approx(max(measured), rel=0.1)
     mesh = MeshConfig(pp=2).resolve(size, zero)
     with torch.device("meta"):
