@@ -177,7 +177,7 @@ class Steps:
         )  # fmt: skip
 
 
-TIMED: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zbv", "2bw")
+TIMED: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zbv", "2bw", "pipedream")
 
 
 def steps_of_rank(names: tuple[ScheduleName, ...], sizes: Steps) -> list[dict[str, tuple[float, float]]]:
@@ -218,8 +218,9 @@ def _turn(state: TrainState, config: TrainConfig, batch: dict[str, Any], steps: 
     pipeline.observe = lambda action, begin, end: busy.append(end - begin)
     dist.barrier()
     begin = time.perf_counter()
+    depth = 0 if pipeline.ahead is None else pipeline.ahead.depth
     for step in range(steps):
-        following = batch if pipeline.ahead is not None and step + 1 < steps else None
+        following = [batch] * min(depth, steps - 1 - step)
         train_step(state, batch, loss, num_rows, config, step, following=following)
     dist.barrier()
     return (time.perf_counter() - begin) / steps, sum(busy) / steps
@@ -253,7 +254,6 @@ def _time_row(name: str, ranks: int, microbatches: int, source: str, link: float
 LINKS = (0.0, 0.1, 0.25, 0.5)
 """Of a microbatch's forward on a stage: how long a message takes."""
 CLOCK_STEPS = 100
-CLOCKED: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zbv", "2bw", "pipedream")
 
 
 def clock_s(name: ScheduleName, ranks: int, microbatches: int, link: float) -> tuple[float, float]:
@@ -269,7 +269,7 @@ def on_a_clock(quick: bool) -> Iterator[Row]:
     for microbatches in (4,) if quick else (4, 8, 16):
         for link in LINKS[:2] if quick else LINKS:
             base, _ = clock_s("1f1b", 4, microbatches, link)
-            for name in CLOCKED:
+            for name in TIMED:
                 step, share = clock_s(name, 4, microbatches, link)
                 yield _time_row(name, 4, microbatches, "clock", link, {
                     "utilisation": Number(share, "of the time"),
@@ -369,7 +369,7 @@ def _of_kind(rows: list[Row], kind: tuple[Any, Any]) -> list[Row]:
 
 
 def _draw_clock(axes: Any, rows: list[Row]) -> None:
-    for name in CLOCKED:
+    for name in TIMED:
         own = [row for row in rows if row.case["schedule"] == name and row.case["microbatches"] == 4]
         axes.plot(
             [float(row.case["link"]) for row in own], [row.numbers["clock step"].value for row in own], label=name

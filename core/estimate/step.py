@@ -165,7 +165,7 @@ def _overlapping(one: StepEstimate, rank: int, mesh: MeshConfig, parallel: Paral
     pipeline = parallel.pipeline
     spec, correction = SCHEDULES[pipeline.schedule], CORRECTIONS[pipeline.correction].make
     delay = spec.delay(rank, mesh.pp)
-    shards = mesh.dp_shard * mesh.cp if parallel.zero else 1
+    shards = (mesh.dp_shard or 1) * mesh.cp if parallel.zero else 1
     of_masters = one.masters_bytes or one.parameters_bytes // shards
     # Masters that are views of one version would hold all of it, and those of other values share nothing.
     own = 0 if one.masters_bytes or (shards == 1 and not correction.leads(delay)) else of_masters
