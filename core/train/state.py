@@ -112,9 +112,9 @@ class TrainState:
         with torch.no_grad():
             optim = self._optimizer_tensors()
             step, values, random = checkpointer.load(at, self.tensors(optim))
+            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
             for name, loaded in optim.items():
                 restore_state(self.optimizer, self.parallel.masters[name], loaded)
-            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
             self.parallel.publish()
         self.loaded = values["values"]
         self.norms = {int(step): float(norm) for step, norm in values.get("norms", [])}
