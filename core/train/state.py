@@ -87,7 +87,7 @@ class TrainState:
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
-        values = {"values": self.values, "loss_scale": self.loss_scale.state()}
+        values: dict[str, Any] = {"values": self.values, "loss_scale": self.loss_scale.state()}
         values["schedule"] = self.parallel.schedule_name
         values["correction"] = {"name": self._correction, "count": self.parallel.correction.count}
         values["stages"] = self.parallel.blocks_of_stages
