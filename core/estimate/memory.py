@@ -222,7 +222,7 @@ def _rank_memory(
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
     one_step = run.wide_bytes * _num_whole(parts)
-    earlier = _waiting_steps(run, rank) * one_step
+    earlier = _waiting_steps(run, rank) * one_step + _late_copies_bytes(model, run, stages, rank)
     resident = state.resident + bias + gathered + earlier
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
@@ -261,6 +261,15 @@ def _copies(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> 
     if head is None or not head.tied or stages.owners[-1] != rank or stages.owners[0] == rank:
         return []
     return [model.copied_part(run)]
+
+
+def _late_copies_bytes(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> int:
+    """More versions of a tied head's weight, which is as late as on the first stage where those beside it are not."""
+    spec = SCHEDULES[run.pipeline.schedule]
+    if run.pp == 1 or not spec.updates_at_once:
+        return 0
+    more = spec.versions(0, run.pp) - spec.versions(rank, run.pp)
+    return more * run.width_bytes * _num_whole(_copies(model, run, stages, rank))
 
 
 def _goes_on(run: RunShape, rank: int) -> bool:

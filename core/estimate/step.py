@@ -139,7 +139,7 @@ def estimate_step(
             "optimizer, such as adamw, and add what docs/optim.md says of its memory"
         )
     spec = SCHEDULES[parallel.pipeline.schedule]
-    if mesh.pp > 1 and any(spec.delay(stage, mesh.pp) > 1 for stage in range(mesh.pp)):
+    if mesh.pp > 1 and spec.depth(mesh.pp) > 1:
         raise UserError(
             f"pipeline.schedule={parallel.pipeline.schedule} on mesh.pp={mesh.pp}: its stages hold more versions than "
             "are foreseen of any model; plan --pipeline.schedule 2bw, or our decoder, of which there are closed forms"

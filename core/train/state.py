@@ -87,7 +87,7 @@ class TrainState:
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
-        values = {"values": self.values, "loss_scale": self.loss_scale.state()}
+        values: dict[str, Any] = {"values": self.values, "loss_scale": self.loss_scale.state()}
         values["schedule"] = self.parallel.schedule_name
         values["correction"] = {"name": self._correction, "count": self.parallel.correction.count}
         values["stages"] = self.parallel.blocks_of_stages
@@ -112,9 +112,9 @@ class TrainState:
         with torch.no_grad():
             optim = self._optimizer_tensors()
             step, values, random = checkpointer.load(at, self.tensors(optim))
+            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
             for name, loaded in optim.items():
                 restore_state(self.optimizer, self.parallel.masters[name], loaded)
-            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
             self.parallel.publish()
         self.loaded = values["values"]
         self.norms = {int(step): float(norm) for step, norm in values.get("norms", [])}

@@ -104,13 +104,14 @@ class AheadPipeline(Pipeline):
         self._waiting = deque[dict[str, Tensor | None]]()  # gradients of steps that wait for their sums
         self._sent = deque[tuple[dist.Work, Tensor]]()
         self._evaluated: list[Version] | None = None
-        self._make_rings(inner, stages)
+        self._make_rings(stages)
         super().__init__(inner, stages, config)
         for ring in self.rings:
             ring.start(ring.newest)
         self.correction = config.correct(self.masters, self.rank, stages.num_stages)
 
-    def _make_rings(self, inner: DataParallel, stages: Stages) -> None:
+    def _make_rings(self, stages: Stages) -> None:
+        inner = self.replicas
         names = [names for names in parameter_names(inner.model) if names[0] in inner.masters]
         late, num_stages = self.spec.delay(stages.rank, stages.num_stages), stages.num_stages
         holders = {of[0]: stages.shared.get(of[0], [stages.rank]) if self.updates_at_once else [] for of in names}

@@ -7,8 +7,6 @@ version costs its memory and no copy, and goes when the last backward that needs
 
 from torch import nn
 
-from core.placement.table import set_parameter
-
 Version = dict[str, nn.Parameter]
 
 
@@ -21,7 +19,10 @@ class Ring:
     """
 
     def __init__(self, model: nn.Module, places: dict[str, list[str]], delay: int):
-        self.model, self.places, self.delay = model, places, delay
+        self.places, self.delay = places, delay
+        # Looked up once: actions of different steps take turns.
+        split = {name: [place.rpartition(".") for place in of] for name, of in places.items()}
+        self._slots = [(name, model.get_submodule(path), leaf) for name, of in split.items() for path, _, leaf in of]
         self.newest: Version = {}
         self._at: dict[int, Version] = {}
         self._next = 0  # the first step that has no version yet
@@ -59,9 +60,8 @@ class Ring:
         """Let the model compute with a version that no step need have."""
         if version is self._installed:
             return
-        for name, places in self.places.items():
-            for place in places:
-                set_parameter(self.model, place, version[name])
+        for name, module, leaf in self._slots:
+            module.register_parameter(leaf, version[name])
         self._installed = version
 
     @property
