@@ -26,7 +26,9 @@ def between(path: Path) -> str:
 
 
 def made() -> dict[Path, str]:
-    """What is to stand there."""
+    """What is to stand there: nothing without a result."""
+    if not RESULT.exists():
+        return dict.fromkeys(MARKS, "")
     rows = read(RESULT).figures
     gaps = [row for row in rows if row.case["from"] == "gaps"]
     return {PAGE: f"\n{_gaps(gaps)}\n\n{_times(list(rows))}\n\n", CODE: _penalties(gaps)}
