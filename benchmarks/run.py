@@ -2,7 +2,8 @@
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it; figures that it tells as they come are printed,
-and kept in NAME.partial.jsonl until the result is written. --quick takes seconds, shows that the benchmark
+and kept in NAME.partial.jsonl, behind a line of what is measured, until the result is written; a benchmark may go on
+from there. --quick takes seconds, shows that the benchmark
 works, and writes nothing unless --out says where. NAME-MACHINE.json is a result that is kept from another machine.
 
 Several run each in a process of its own, one after another; with --quick, which measures nothing, one on each core.
@@ -38,7 +39,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, show, write
+from benchmarks.result import RESULTS, ROOT, Measured, Missing, Number, Result, Row, beginning, result_of, show, write
 from core.config import UserError, run_command
 from tests.support.chosen import choose_in_a_moment
 
@@ -59,6 +60,7 @@ class Options:
     families      of kernels that are measured; empty: all
     compiled      whether torch.compile takes part where it can
     kept          what is told each figure as soon as there is one
+    earlier       figures that an interrupted run of the same code has kept
     """
 
     quick: bool = False
@@ -68,13 +70,15 @@ class Options:
     families: tuple[str, ...] = ()
     compiled: bool = True
     kept: Callable[[Row], None] = lambda row: None
+    earlier: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too.
 
-    takes  which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    takes    which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    resumed  it asks for the figures that an interrupted run has kept
     """
 
     name: str
@@ -83,6 +87,7 @@ class Benchmark:
     measures: tuple[str, ...]
     plot: Callable[[Result, Path], Path] | None = None
     takes: tuple[str, ...] = ()
+    resumed: bool = False
 
 
 def known() -> list[str]:
@@ -151,20 +156,22 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     """Measure, show and, where `out` is a folder, write."""
     began = beginning(benchmark.measures)
     partial = None if out is None else out / f"{benchmark.name}.partial.jsonl"
+    earlier = ()
     if partial is not None:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
+        earlier = _kept(partial, began.measures) if benchmark.resumed and not began.dirty else ()
+        partial.write_text("\n".join([json.dumps(began.measures), *map(_told, earlier), ""]))
 
     def keep(row: Row) -> None:
         print(in_a_line(row), flush=True)
         if partial is not None:
             with partial.open("a") as lines:
-                lines.write(json.dumps(asdict(row)) + "\n")
+                lines.write(_told(row) + "\n")
 
     if options.quick:
         choose_in_a_moment()
     try:
-        measured = benchmark.measure(replace(options, kept=keep))
+        measured = benchmark.measure(replace(options, kept=keep, earlier=earlier))
     except Missing as error:
         if not options.quick:
             raise
@@ -178,6 +185,19 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
         partial.unlink(missing_ok=True)
         if benchmark.plot is not None:
             print(f"drawn in {benchmark.plot(result, out)}")
+
+
+def _told(row: Row) -> str:
+    return json.dumps(asdict(row))
+
+
+def _kept(partial: Path, measures: dict[str, str]) -> tuple[Row, ...]:
+    """The figures of an interrupted run, where it measured the same code."""
+    first, *lines = partial.read_text().split("\n") if partial.exists() else [""]
+    if first != json.dumps(measures):
+        return ()
+    rows = (json.loads(line) for line in lines[:-1])  # behind the last newline there is nothing, or half a line
+    return tuple(Row(r["case"], {name: Number(**number) for name, number in r["numbers"].items()}) for r in rows)
 
 
 def in_a_line(row: Row) -> str:

@@ -102,12 +102,15 @@ class ParallelConfig:
             self._check_budget_of_stages()
         if self.pipeline.microbatches is not None:
             self.pipeline.check_microbatches(self.pipeline.microbatches, num_ranks)
+        self.pipeline.check_delays(num_ranks)
         given = {"zero=2": self.zero == 2, "zero=3": self.zero == 3, "compile": self.compile}
+        given["precision=fp16"] = self.precision == "fp16"
         refused = SCHEDULES[name].refuses
         for option, why in refused.items():
             if given.get(option):
                 zero = "--zero 1" if "zero=2" in refused else "--zero 2"
-                nearest = zero if option.startswith("zero") else f"no {option}"
+                others = {"zero=2": zero, "zero=3": zero, "precision=fp16": "--precision bf16"}
+                nearest = others.get(option, f"no {option}")
                 raise UserError(
                     f"{option} with pipeline.schedule={name}: {why}; use --pipeline.schedule 1f1b or interleaved, "
                     f"or {nearest}"
@@ -120,6 +123,11 @@ class ParallelConfig:
             raise UserError(
                 f"{given}.schedule={self.pipeline.schedule}: it reckons with one stage a rank, and a backward in one "
                 "part; use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
+            )
+        if spec.runs_ahead:
+            raise UserError(
+                f"{given}.schedule={self.pipeline.schedule}: it reckons with one version of the weights; "
+                "use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
             )
         if self.pipeline.cost == "measured" and not self.pipeline.split:
             raise UserError(

@@ -10,7 +10,7 @@ Micikevicius et al. 2018, Mixed Precision Training, section 3 (fp32 masters, los
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -90,20 +90,25 @@ class LossScaleConfig:
 class LossScale:
     """The factor on the loss that keeps fp16 gradients from underflow; halves on overflow, doubles after a quiet while.
 
-    For other precisions the factor is 1 and stays so. `before` is what it was one step earlier: a pipeline that runs
-    ahead begins a step before it is known how the step before it went.
+    For other precisions the factor is 1 and stays so. `late` is what it was some steps earlier: a pipeline that runs
+    ahead begins a step before it is known how those before it went.
+
+    remembers  how many earlier factors are kept
     """
+
+    remembers = 1
 
     def __init__(self, precision: Precision, config: LossScaleConfig = LossScaleConfig()):
         self.dynamic = precision == "fp16"
         self.config = config
-        self.factor = self.before = config.initial if self.dynamic else 1.0
+        self.factor = config.initial if self.dynamic else 1.0
+        self.earlier: list[float] = []
         self.good_steps = 0
         self.skipped_steps = 0
 
     def update(self, finite: bool) -> bool:
         """Take note of whether the step's gradients were finite; returns whether the step is to be applied."""
-        self.before = self.factor
+        self.earlier = [*self.earlier, self.factor][-self.remembers :]
         if not finite:
             self.skipped_steps += 1
             self.good_steps = 0
@@ -115,10 +120,15 @@ class LossScale:
             self.factor *= 2
         return True
 
-    def state(self) -> dict[str, float]:
-        counts = {"good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
-        return {"factor": self.factor, "before": self.before} | counts
+    def late(self, steps: int) -> float:
+        """The factor so many steps ago; before the first what it was then."""
+        known = [*self.earlier, self.factor]
+        return known[max(len(known) - 1 - steps, 0)]
 
-    def load_state(self, state: dict[str, float]) -> None:
-        self.factor, self.before = float(state["factor"]), float(state.get("before", state["factor"]))
+    def state(self) -> dict[str, Any]:
+        counts = {"good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+        return {"factor": self.factor, "earlier": self.earlier} | counts
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.factor, self.earlier = float(state["factor"]), [float(factor) for factor in state.get("earlier", [])]
         self.good_steps, self.skipped_steps = int(state["good_steps"]), int(state["skipped_steps"])

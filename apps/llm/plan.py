@@ -21,6 +21,7 @@ from apps.llm.plan_config import LLMPlanConfig, is_traced
 from apps.llm.recipes import RECIPES, default_recipe
 from apps.llm.recompute import OwnModel, chosen
 from apps.llm.residency import estimate_residency
+from apps.llm.schedules import compared
 from apps.llm.search import nearest_plan, show_plans
 from core.config import UserError, in_words, option, parse, recipe_of, size_in_bytes, time_in_words, typed
 from core.estimate import (
@@ -42,7 +43,7 @@ from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
 from core.models.shapes import SHAPES
 from core.optim.build import without_size
-from core.parallel.pipeline.schedule import bubble_in_theory
+from core.parallel.pipeline.schedule import SCHEDULES, bubble_in_theory
 from core.trace.segments import Segments
 from core.train.segments import described
 
@@ -61,6 +62,7 @@ WITHOUT_EFFECT = (
     "data.mask_token",
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
+    *("pipeline.correction_strength", "pipeline.correction_steps"),
 )
 """Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""
 WITH_A_BUDGET = ("compile", "data.mask_documents")
@@ -166,6 +168,8 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
     machine = config.machine
     if machine is not None:
         _show_time(config, lambda rows: estimate_time(model, run_shape(config, rows), machine), console)
+    if run.pp > 1:
+        console.print("\n".join(compared(config, model, run, machine)))
     if config.timeline is not None:
         console.print(draw_step(config, model, run, machine, config.timeline))
     if config.memory is not None:
@@ -200,7 +204,10 @@ def _show_traced(
         def time_of(rows: int | None) -> TimeEstimate:
             of, tokens = step(rows), (rows or config.data.global_batch) * config.data.sequence_length
             pipeline, again = config.pipeline, float(config.recompute.mode == "full" or config.recompute.segmented)
-            idle = bubble_in_theory(pipeline.schedule, mesh.pp, len(microbatches(rows)), pipeline.chunks, again=again)
+            idle = 0.0  # once in a run where steps overlap
+            if not SCHEDULES[pipeline.schedule].runs_ahead:
+                number = len(microbatches(rows))
+                idle = bubble_in_theory(pipeline.schedule, mesh.pp, number, pipeline.chunks, again=again)
             sending_s = of.sent.wire_bytes / machine.bandwidth
             return TimeEstimate(of.compute_s, sending_s, idle / (1 - idle) * of.compute_s, tokens)
 

@@ -5,7 +5,8 @@
 2. A form's messages are those of its plan (`core.placement.messages`), half of them forward, over the link of their
    axis. They are on the critical path, but for a ring's, which attention hides: max(attention, ring).
 3. ZeRO-3 gathers a block while another one computes: max(block, gather). What is outside the blocks nobody hides.
-4. A pipeline's stages are sums of these, run on a clock by the schedule's own actions with messages between stages.
+4. A pipeline's stages are sums of these, run on a clock by the schedule's own actions with messages between stages; of
+   a schedule whose steps overlap, a step among many.
 5. Gradients are reduced while the last microbatch's backward computes, all but the last bucket: max(backward,
    reduction). Then the update goes through memory, and ZeRO-1 and 2 send the parameters.
 6. With Gemini chunks live on the device, whole and with this rank's masters and state, as long as the budget has room;
@@ -23,11 +24,11 @@ from core.auto.costs import Link, seconds_of
 from core.auto.machines import Cluster
 from core.config import UserError
 from core.estimate.memory import estimate_memory
-from core.estimate.pipeline import Timeline, run_schedule, stage_costs, stages_of, timeline_of
+from core.estimate.pipeline import Timeline, run_schedule, stage_costs, stages_of, step_on_a_clock, timeline_of
 from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.mesh import MeshShape, axis_size, mesh_shape
 from core.parallel.data import BUCKET_BYTES
-from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, simulate, span
+from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, simulate
 from core.precision import compute_dtype
 
 BLOCK_LAUNCHES = 16
@@ -407,7 +408,12 @@ class StepClock:
         return reduced, update, self._host()
 
     def least_s(self) -> float:
-        """No more than the step takes: each rank waits for its first stage's input, and others for what it sends."""
+        """No more than the step takes: each rank waits for its first stage's input, and others for what it sends.
+
+        Where steps overlap nobody need wait.
+        """
+        if self.run.pp > 1 and SCHEDULES[self.run.pipeline.schedule].runs_ahead:
+            return max(map(self._busy, range(self.run.pp))) + sum(self._behind)
         found = 0.0
         for rank in range(self.run.pp):
             first = min(self.stages.own(rank))
@@ -423,7 +429,7 @@ class StepClock:
         """The step, its pipeline on a clock."""
         run = self.run
         busy = max(map(self._busy, range(run.pp)))
-        inside = busy if run.pp == 1 else span(run_schedule(run), self._cost, self.message_s)
+        inside = busy if run.pp == 1 else step_on_a_clock(run, self._cost, self.message_s)
         each = [
             run.num_microbatches
             * sum(self.action_s(kind, stage, messages=False) for stage in self.stages.own(rank) for kind in self._kinds)

@@ -9,7 +9,8 @@ State, per parameter on a rank (ZeRO divides over dp_shard x cp, each parameter 
 
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
-A schedule that runs ahead keeps several versions of the parameters, and gradients of two steps.
+A schedule that runs ahead keeps several versions of the parameters, and gradients of two steps, and its correction a
+state of its own beside the optimizer's.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
 gradients only at the last, so until then they are whole on every rank, at ZeRO-2 and 3 too.
 
@@ -38,6 +39,7 @@ from core.estimate.pipeline import run_schedule, stages_of
 from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
+from core.parallel.correction import CORRECTIONS, CorrectionSpec
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.messages import MOST_UNFINISHED
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
@@ -109,11 +111,11 @@ def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[lis
     """Ranks of which one is the fullest: of those with alike stages the ones that keep more microbatches at a time."""
     if run.pp == 1:
         return [0]
-    in_flight, telling = run_schedule(run).in_flight, dict[Any, list[int]]()
+    in_flight, telling = run_schedule(run, overlapping=True).in_flight, dict[Any, list[int]]()
     for rank, parts in enumerate(own):
         blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
         sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
-        ahead = run_schedule(run).goes_on[rank], _holds_two_steps(run, rank)
+        ahead = _goes_on(run, rank), _versions(run, rank), _waiting_steps(run, rank)
         others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank, *ahead), [])
         if not any(_keeps_as_much(in_flight[other], in_flight[rank]) for other in others):
             others.append(rank)
@@ -203,8 +205,7 @@ def _rank_memory(
 ) -> MemoryEstimate:
     """sizes: by the identity of the model's kinds of blocks."""
     parts = own + _copies(model, run, stages, rank)
-    goes_on = run.pp == 1 or run_schedule(run).goes_on[rank]
-    state, grads = _state_bytes(parts, run), _gradient_bytes(model, parts, run, goes_on)
+    state, grads = _state_bytes(parts, run, rank), _gradient_bytes(model, parts, run, _goes_on(run, rank))
     head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
@@ -221,14 +222,18 @@ def _rank_memory(
     first_block = grads.first_block + block.input + block.everything + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
-    earlier = run.wide_bytes * _num_whole(parts) if _holds_two_steps(run, rank) else 0
+    one_step = run.wide_bytes * _num_whole(parts)
+    earlier = _waiting_steps(run, rank) * one_step + _late_copies_bytes(model, run, stages, rank)
     resident = state.resident + bias + gathered + earlier + _on_their_way(run, block.input)
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
-        "update": state.resident + earlier + max(grads.own + kernel, sent),
+        "update": state.resident + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
     }
+    if (under_way := _steps_at_an_end(run)) > 1:
+        rest = state.resident - (_versions(run, rank) - 1) * run.width_bytes * _num_whole(parts)
+        phases["end"] = rest + (under_way - 1) * one_step + max(grads.own + kernel + _before_update(parts, run), sent)
     return MemoryEstimate(
         parameters_bytes=state.parameters,
         gradients_bytes=state.gradients + earlier,
@@ -259,14 +264,44 @@ def _copies(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> 
     return [model.copied_part(run)]
 
 
-def _holds_two_steps(run: RunShape, rank: int) -> bool:
-    """Whether gradients of the next step come before the update: on all stages but the first, which updates at once."""
-    return run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead and rank > 0
+def _late_copies_bytes(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> int:
+    """More versions of a tied head's weight, which is as late as on the first stage where those beside it are not."""
+    spec = SCHEDULES[run.pipeline.schedule]
+    if run.pp == 1 or not spec.updates_at_once:
+        return 0
+    more = spec.versions(0, run.pp) - spec.versions(rank, run.pp)
+    return more * run.width_bytes * _num_whole(_copies(model, run, stages, rank))
+
+
+def _goes_on(run: RunShape, rank: int) -> bool:
+    """Whether a rank runs forwards when it has gradients of earlier microbatches of a step."""
+    if run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead:
+        return run.num_microbatches > 1
+    return run.pp == 1 or run_schedule(run).goes_on[rank]
+
+
+def _versions(run: RunShape, rank: int) -> int:
+    """Versions of its parameters that a rank holds."""
+    return SCHEDULES[run.pipeline.schedule].versions(rank, run.pp) if run.pp > 1 else 1
+
+
+def _waiting_steps(run: RunShape, rank: int) -> int:
+    """Steps whose gradients wait for the norm of all stages, while those of another one come."""
+    return SCHEDULES[run.pipeline.schedule].gradients(rank, run.pp) - 1 if run.pp > 1 else 0
+
+
+def _steps_at_an_end(run: RunShape) -> int:
+    """Steps whose gradients wait behind a step that begins no other, when their versions are gone."""
+    spec = SCHEDULES[run.pipeline.schedule]
+    return spec.depth(run.pp) if run.pp > 1 and not spec.updates_at_once else 0
 
 
 def _on_their_way(run: RunShape, message_bytes: float) -> float:
     """Activations and gradients that a stage has sent and not yet let go of."""
-    return min(MOST_UNFINISHED, run.num_microbatches) * message_bytes if run.pp > 1 else 0.0
+    if run.pp == 1:
+        return 0.0
+    ahead = SCHEDULES[run.pipeline.schedule].runs_ahead
+    return (MOST_UNFINISHED if ahead else min(MOST_UNFINISHED, run.num_microbatches)) * message_bytes
 
 
 def _num_whole(parts: list[Part]) -> int:
@@ -296,7 +331,16 @@ class _State:
     masters: int = 0
 
 
-def _state_bytes(parts: list[Part], run: RunShape) -> _State:
+def _corrected(run: RunShape) -> CorrectionSpec:
+    return CORRECTIONS[run.pipeline.correction if run.pp > 1 else "none"]
+
+
+def _before_update(parts: list[Part], run: RunShape) -> int:
+    """Bytes of the weights of before that a pipeline's correction holds while the optimizer steps."""
+    return run.wide_bytes * _num_updated(parts) * _corrected(run).keeps_changes
+
+
+def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
     whole, sharded = _num_whole(parts), _num_updated(parts)
     width, wide = run.width_bytes, run.wide_bytes
     state = sum(part.state for part in parts)
@@ -305,9 +349,13 @@ def _state_bytes(parts: list[Part], run: RunShape) -> _State:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
     updated = sharded if run.zero else whole
     master, reduced = (wide, wide) if width < wide else (0, 0)
-    versions = SCHEDULES[run.pipeline.schedule].versions if run.pp > 1 else 1
-    if versions > 1 and run.zero and run.shard_ranks > 1:
+    versions = _versions(run, rank)
+    ahead = run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead
+    delay = SCHEDULES[run.pipeline.schedule].delay(rank, run.pp) if run.pp > 1 else 0
+    correction = _corrected(run).make
+    if ahead and ((run.zero and run.shard_ranks > 1) or correction.leads(delay)):
         master = wide  # of its own: a master that is a view of one version would hold all of it
+    state += len(correction.keys(delay)) * wide * updated
     return _State(
         parameters=versions * width * whole,
         gradients=width * with_gradient,
@@ -467,7 +515,7 @@ def _block_activations(
     heads = _waiting_heads(model, run, stages, rank)
     behind_forwards, ever = (
         heads + max(sum(kept_by[stage] * n + pending_by[stage] * waits for stage, n, waits in one) for one in moments)
-        for moments in run_schedule(run).moments[rank]
+        for moments in run_schedule(run, overlapping=True).moments[rank]
     )
     return behind_forwards, ever, beyond
 
@@ -491,7 +539,7 @@ def _waiting_heads(model: ModelShape, run: RunShape, stages: StageSplit, rank: i
     """Bytes that heads keep for backwards that do not follow at once: of gpipe, a gradient of the weight each."""
     if stages.owners[-1] != rank or model.head is None:
         return 0.0
-    most = run_schedule(run).heads_waiting
+    most = run_schedule(run, overlapping=True).heads_waiting
     weight_bytes = run.width_bytes * largest_share(model.head.vocab_size, run.tp) * model.head.width
     return (most - 1) * (_head_bytes(model, run, has_head=True).activations + weight_bytes)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.metrics import transformer_flops_per_token
 from core.parallel.pipeline.schedule import (
+    SCHEDULES,
     Action,
     Kind,
     Schedule,
@@ -22,6 +23,7 @@ from core.parallel.pipeline.schedule import (
     owners,
     schedule,
     simulate,
+    span,
 )
 from core.placement.stages import Costs, StageSplit, split_by_cost, stage_ranges
 
@@ -70,8 +72,24 @@ def _stages_of(model: ModelShape, run: RunShape) -> StageSplit:
     return StageSplit(tuple(stage_ranges(split)), owner_of)
 
 
-def run_schedule(run: RunShape) -> Schedule:
-    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks)
+def step_on_a_clock(run: RunShape, cost: Callable[[Action], float], message: float) -> float:
+    """Seconds of a step's actions; of a schedule whose steps overlap, of one among many."""
+    pipeline = run.pipeline
+    spec = SCHEDULES[pipeline.schedule]
+    if not spec.runs_ahead:
+        return span(run_schedule(run), cost, message)
+    few = 2 + spec.depth(run.pp)
+    one, other = (
+        span(schedule(pipeline.schedule, run.pp, run.num_microbatches, steps=steps), cost, message)
+        for steps in (few, 2 * few)
+    )
+    return (other - one) / few
+
+
+def run_schedule(run: RunShape, overlapping: bool = False) -> Schedule:
+    """That of a step; overlapping: of as many as are under way at once, where steps overlap."""
+    steps = SCHEDULES[run.pipeline.schedule].depth(run.pp) + 1 if overlapping else 1
+    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, steps)
 
 
 @dataclass(frozen=True)
@@ -101,8 +119,16 @@ def timeline_of(run: RunShape, of: Schedule, times: Times) -> Timeline:
 def simulated_timeline(model: ModelShape, run: RunShape, machine: Machine) -> Timeline:
     """The step of a run whose stages take their FLOPs' time, and messages their bytes'."""
     of = run_schedule(run)
-    message_s = run.tokens * model.dim * run.width_bytes / run.tp / machine.bandwidth
-    return timeline_of(run, of, simulate(of, _seconds(model, run, machine), message_s))
+    return timeline_of(run, of, simulate(of, _seconds(model, run, machine), _message_s(model, run, machine)))
+
+
+def simulated_step_s(model: ModelShape, run: RunShape, machine: Machine) -> float:
+    """Its seconds; of a schedule whose steps overlap, of one among many."""
+    return step_on_a_clock(run, _seconds(model, run, machine), _message_s(model, run, machine))
+
+
+def _message_s(model: ModelShape, run: RunShape, machine: Machine) -> float:
+    return run.tokens * model.dim * run.width_bytes / run.tp / machine.bandwidth
 
 
 def _seconds(model: ModelShape, run: RunShape, machine: Machine) -> Callable[[Action], float]:

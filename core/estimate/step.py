@@ -41,9 +41,10 @@ from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
 from core.optim.spec import spec_of
+from core.parallel.correction import CORRECTIONS
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
-from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind
+from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, PipelineConfig
 from core.parallel.pipeline.shapes import Form
 from core.parallel.pipeline.stages import split_into_stages
 from core.placement.stages import StageSplit
@@ -137,15 +138,49 @@ def estimate_step(
             f"optim.name={options.name}: its step evaluates the model, which a traced one does not show; plan another "
             "optimizer, such as adamw, and add what docs/optim.md says of its memory"
         )
-    if mesh.pp > 1 and SCHEDULES[parallel.pipeline.schedule].runs_ahead:
+    spec = SCHEDULES[parallel.pipeline.schedule]
+    if mesh.pp > 1 and spec.depth(mesh.pp) > 1:
         raise UserError(
-            f"pipeline.schedule={parallel.pipeline.schedule}: its step begins the next one, which is not foreseen of "
-            "any model's; plan --pipeline.schedule 1f1b, which takes its activations and one version less"
+            f"pipeline.schedule={parallel.pipeline.schedule} on mesh.pp={mesh.pp}: its stages hold more versions than "
+            "are foreseen of any model; plan --pipeline.schedule 2bw, or our decoder, of which there are closed forms"
         )
-    step = _Step(mesh, parallel, speed, model_plan(plan), options, loss, num_microbatches)
-    found = step.of_places(model).values()
+    ahead = mesh.pp > 1 and spec.runs_ahead
+    traced = replace(parallel, pipeline=_drained(parallel.pipeline)) if ahead else parallel
+    places = _Step(mesh, traced, speed, model_plan(plan), options, loss, num_microbatches).of_places(model)
+    found = [_overlapping(one, rank, mesh, parallel) if ahead else one for rank, one in places.items()]
     fullest = max(found, key=lambda estimate: estimate.peak_bytes)
     return replace(fullest, compute_s=max(estimate.compute_s for estimate in found))
+
+
+def _drained(pipeline: PipelineConfig) -> PipelineConfig:
+    """The schedule of whose actions the steps of one that runs ahead are cut."""
+    return replace(pipeline, schedule="1f1b", correction="none", correction_strength=None)
+
+
+def _overlapping(one: StepEstimate, rank: int, mesh: MeshConfig, parallel: ParallelConfig) -> StepEstimate:
+    """A step among many, of what it takes alone: all the while with several versions, and gradients of more steps.
+
+    Left out is the message of a few numbers by which stages tell each other the norm.
+    """
+    pipeline = parallel.pipeline
+    spec, correction = SCHEDULES[pipeline.schedule], CORRECTIONS[pipeline.correction].make
+    delay = spec.delay(rank, mesh.pp)
+    shards = (mesh.dp_shard or 1) * mesh.cp if parallel.zero else 1
+    of_masters = one.masters_bytes or one.parameters_bytes // shards
+    # Masters that are views of one version would hold all of it, and those of other values share nothing.
+    own = 0 if one.masters_bytes or (shards == 1 and not correction.leads(delay)) else of_masters
+    versions = (spec.versions(rank, mesh.pp) - 1) * one.parameters_bytes
+    gradients = (spec.gradients(rank, mesh.pp) - 1) * one.gradients_bytes
+    state = len(correction.keys(delay)) * of_masters
+    more = versions + gradients + own + state
+    return replace(
+        one,
+        parameters_bytes=one.parameters_bytes + versions,
+        gradients_bytes=one.gradients_bytes + gradients,
+        masters_bytes=one.masters_bytes + own,
+        state_bytes=one.state_bytes + state,
+        phases={phase: num_bytes + more for phase, num_bytes in one.phases.items()},
+    )
 
 
 def estimate_places(

@@ -231,29 +231,30 @@ class Replicas(DataParallel):
         self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
         self._buckets = self._due = self._make_buckets()
         self._next = 0
-        self._listen()
+        self._listen(self.parameters)
 
-    def _listen(self) -> None:
+    def _listen(self, names: Collection[str]) -> None:
         for bucket in self._buckets:
-            for name in bucket.names:
+            for name in bucket.names_among(names):
                 self.parameters[name].register_post_accumulate_grad_hook(self._hook(name, bucket))
 
-    def replace_parameters(self, shares: bool) -> dict[str, nn.Parameter]:
-        """Compute from now on with parameters that are other tensors, of values to come with `publish`; return them.
+    def replace_parameters(self, shares: bool, names: Collection[str]) -> dict[str, nn.Parameter]:
+        """Compute from now on with parameters that are other tensors, of values to come with `publish`; return all.
 
         Graphs that were made of the earlier ones keep those, and their gradients are added up with those of these.
 
         shares  they may share the memory of masters that are whole and of their format, and have their values already
+        names   of those that are replaced
         """
         for bucket in self._buckets:
-            for name in bucket.names:
+            for name in bucket.names_among(names):
                 master, before = self.masters[name], self.parameters[name]
                 is_one = shares and bucket.ranks == 1 and master.dtype == before.dtype
                 value = local(before.detach())
                 # `.data` counts its own changes: autograd is to see those of the parameter, not of the master.
                 own = master.data.view(value.shape) if is_one else torch.empty_like(value)
                 self.parameters[name] = with_local(before, own)
-        self._listen()
+        self._listen(names)
         return dict(self.parameters)
 
     def _adopt(self, names: list[str], dtype: torch.dtype) -> None:
@@ -358,9 +359,11 @@ class Replicas(DataParallel):
             bucket.clear()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, names: Collection[str] | None = None) -> None:
+        """names: of those whose parameters take over the masters' values; all ranks of a stage say the same."""
         for bucket in self._buckets:
-            bucket.publish()
+            if among := bucket.names if names is None else bucket.names_among(names):
+                bucket.publish(among)
 
 
 def in_buckets(sizes: Mapping[str, int], table: Table) -> list[list[str]]:
@@ -412,6 +415,9 @@ class _Bucket:
         self.own: Tensor | None = None
         self.work: dist.Work | None = None
         self.filled: set[str] = set()
+
+    def names_among(self, names: Collection[str]) -> list[str]:
+        return [name for name in self.names if name in names]
 
     def _slots(self, buffer: Tensor, name: str) -> Tensor:
         """The part of a [ranks, total] buffer that belongs to a parameter: [ranks, elements]."""
@@ -477,16 +483,16 @@ class _Bucket:
         masters = {n: self.owner.masters[n] for n in self.names}
         return {n: self.own.narrow(0, self.offsets[n], m.numel()).view(m.shape) for n, m in masters.items()}
 
-    def publish(self) -> None:
-        """Masters -> parameters: a copy where they are another format, an all-gather where they are sharded."""
-        parameters = {n: local(self.owner.parameters[n]) for n in self.names}
+    def publish(self, names: list[str]) -> None:
+        """Masters -> these parameters: a copy where they are another format, an all-gather where they are sharded."""
+        parameters = {n: local(self.owner.parameters[n]) for n in names}
         if self.ranks == 1:
             for name, parameter in parameters.items():
                 if parameter.dtype != self.owner.masters[name].dtype:
                     parameter.copy_(self.owner.masters[name])
             return
         assert self.axis is not None
-        dtype = parameters[self.names[0]].dtype
+        dtype = parameters[names[0]].dtype
         own = torch.empty(self.total, dtype=dtype, device=self.device)
         for name in self.names:
             master = self.owner.masters[name]

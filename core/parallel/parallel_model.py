@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.config import UserError
 from core.layout import detached
 from core.mesh import device_of
+from core.parallel.correction import Correction
 from core.parallel.draws import Draws
 from core.parallel.squares import GradientSquares
 from core.placement.table import Table
@@ -48,24 +49,37 @@ class Tally(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
-    """A step's microbatches and their loss: the arguments of `ParallelModel.run`."""
+    """A step's microbatches and their loss: the arguments of `ParallelModel.run`.
+
+    update  of a model whose stages update at once: the update of this stage alone, whose gradients are complete; it is
+            given the stage's sums of the tally, and says whether it was made or the step was skipped
+    """
 
     microbatches: Sequence[Any]
     loss: Callable[[Any], Tensor]
     scale: float
     tally: Tally
+    update: Callable[[Tensor], bool] | None = None
 
 
 class RunsAhead(Protocol):
-    """A model some of whose next step runs before a step ends."""
+    """A model some of whose next steps run before a step ends.
 
-    def run_ahead(self, work: Work, following: Work | None) -> Tensor:
-        """`run` and `reduce` of a step, and the beginning of the next.  Returns the sums of the step's tally.
+    depth            the most steps after it of which something has run or come when a step ends
+    updates_at_once  a step's update is `Work.update`, on each stage at another time, and not the loop's
+    """
 
-        work       what the last call was given to follow it, if anything
-        following  None: the next step is not begun
+    depth: int
+    updates_at_once: bool
+
+    def run_ahead(self, work: Work, following: Sequence[Work]) -> Tensor:
+        """`run` and `reduce` of a step, and the beginning of those that follow.  Returns the sums of the step's tally.
+
+        work       the first of those that were given to follow the last call's, if there were any
+        following  the steps after it, in order; those that were given before are given again. Where there are fewer
+                   than `depth`, no other will be begun before all of them are over
         """
         ...
 
@@ -78,6 +92,7 @@ class ParallelModel(ABC):
              one, on each rank that holds a part of it
     table    where its parameters and masters lie, and those of other ranks
     draws    knows which rows of which step a forward computes, so that dropout is that of one rank
+    correction  of what is learned with old weights, under a pipeline that has them
     """
 
     model: nn.Module
@@ -85,6 +100,7 @@ class ParallelModel(ABC):
     masters: dict[str, Tensor]
     table: Table
     draws: Draws = Draws()
+    correction: Correction = Correction({})
 
     @property
     def ahead(self) -> "RunsAhead | None":
@@ -113,6 +129,11 @@ class ParallelModel(ABC):
     def schedule_name(self) -> str:
         """Of a pipeline's steps."""
         return "none"
+
+    @property
+    def blocks_of_stages(self) -> list[int]:
+        """How many blocks each stage of a pipeline has; empty without one."""
+        return []
 
     @property
     def device_peak_bytes(self) -> int | None:
@@ -156,6 +177,10 @@ class ParallelModel(ABC):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step, of all at once or part by part."""
         optimizer.step()
+
+    def skip(self) -> None:
+        """Take note, in the place of `update`, of a step whose gradients were not finite."""
+        self.correction.skip()
 
     @abstractmethod
     def release(self) -> None:

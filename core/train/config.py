@@ -9,6 +9,7 @@ from core.compose import ParallelConfig
 from core.config import UserError, require_device
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
+from core.parallel.correction import CORRECTIONS
 from core.parallel.pipeline.schedule import SCHEDULES
 from core.precision import LossScaleConfig, MatmulPrecision
 
@@ -84,6 +85,7 @@ class TrainConfig(ParallelConfig):
         if self.noise_scale:
             self._check_noise_scale()
         self.check_pipeline(self.mesh.pp)
+        self._check_correction()
         if self.microbatch is not None and self.pipeline.microbatches is not None:
             raise UserError(
                 f"microbatch={self.microbatch} and pipeline.microbatches={self.pipeline.microbatches} both say how "
@@ -96,11 +98,34 @@ class TrainConfig(ParallelConfig):
         if self.precision != "fp16":
             why = f"with precision={self.precision}: only fp16 scales the loss; give --precision fp16"
             found |= {f"loss_scale.{item.name}": why for item in fields(self.loss_scale)}
+        if self.optim.clip_norm is None:
+            found["pipeline.clip"] = "without optim.clip_norm: nothing is clipped; leave it out"
         if not self.noise_scale:
             found["noise_scale_steps"] = "without noise_scale, which it averages; give --noise-scale"
         if self.gemini.budget is not None:
             found["reduce_each"] = "with a budget: Gemini says itself when gradients are reduced; leave it out"
         return found
+
+    def _check_correction(self) -> None:
+        """Raises UserError for an optimizer that the pipeline's correction is not defined for."""
+        spec, name = CORRECTIONS[self.pipeline.correction], self.optim.name
+        given = f"pipeline.correction={self.pipeline.correction} with optim.name={name}"
+        if spec.optimizers and name not in spec.optimizers:
+            raise UserError(
+                f"{given}: it is defined for {', '.join(spec.optimizers)}; use one of these, or --pipeline.correction "
+                "error_feedback, which goes with all"
+            )
+        if not spec.has_momentum:
+            return
+        option = "momentum" if name == "sgd" else "betas"
+        value = getattr(self.optim, option)
+        first, *others = value if isinstance(value, tuple) else (value,)
+        if first:
+            without = " ".join(f"{n:g}" for n in (0, *others))
+            raise UserError(
+                f"{given}, whose {option} {'is' if option == 'momentum' else 'begin with'} {first:g}: the correction "
+                f"brings the momentum itself; give --optim.{option} {without}"
+            )
 
     def _check_noise_scale(self) -> None:
         """Raises UserError where no rank has the gradient of its own rows, or its shards, before they are reduced."""

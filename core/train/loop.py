@@ -16,7 +16,8 @@ SIGTERM on any rank lets all ranks finish the step, save, and return.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import accumulate
@@ -129,15 +130,21 @@ def fit(
         stop = stack.enter_context(StopRequest())
         meter = Meter(parallel, config, runtime, flops_per_token)
         pauses = config.checkpoint.every, config.evaluate_every if evaluate is not None else 0
+        depth = 0 if parallel.ahead is None else parallel.ahead.depth
+
+        def pauses_behind(step: int) -> bool:
+            """Whether nothing may be under way when so many steps are over."""
+            return step == last or any(every and step % every == 0 for every in pauses)
+
         step = first or 0
         saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
-        following: dict[str, Tensor] | None = None
-        while step < last and (following is not None or not state.stopping):
-            ends = state.stopping or step + 1 == last or any(every and (step + 1) % every == 0 for every in pauses)
+        coming = deque[dict[str, Tensor]]()  # of steps that a pipeline has begun, or may begin in this one
+        while step < last and (coming or not state.stopping):
             with meter.step(state), hangs.step(f"step {step + 1}"):
-                batch = next(source) if following is None else following
-                following = None if parallel.ahead is None or ends else next(source)
-                row = train_step(state, batch, loss, weight, config, step, lambda: stop.requested, following)
+                batch = coming.popleft() if coming else next(source)
+                while len(coming) < depth and not state.stopping and not pauses_behind(step + len(coming) + 1):
+                    coming.append(next(source))
+                row = train_step(state, batch, loss, weight, config, step, lambda: stop.requested, coming)
             step += 1
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
             if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
@@ -196,7 +203,7 @@ def train_step(
     config: TrainConfig,
     step: int,
     stop_requested: Callable[[], bool] = lambda: False,
-    following: dict[str, Tensor] | None = None,
+    following: Sequence[dict[str, Tensor]] = (),
 ) -> dict[str, Any]:
     """One optimizer step on this rank's rows of the batch.  Returns its figures, alike on every rank.
 
@@ -204,16 +211,14 @@ def train_step(
     multiplies it. The figure `lr` is that of the first group, `lr_1`, … are those of others that differ.
 
     stop_requested  asked before the update, on every rank; one that says yes stops all after it (`state.stopping`)
-    following       the batch of the next step, which a pipeline that runs ahead begins in this one; it must be given
-                    to the next call. None: nothing may be under way when this returns
+    following       the batches of the next steps, as far as a pipeline that runs ahead may begin them in this one, and
+                    no more of them than its depth; they are to be given to the next calls. Where they are fewer than
+                    that, no others will come before all of them are over; none: nothing is under way when this returns
 
     The host waits for the device once: when it reads what says how the update goes (`TrainState.read_step`).
     """
     parallel, axis = state.parallel, data_axis(state.parallel.mesh)
-    schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * axis.size()
-    rates = [
-        learning_rate(step, config.steps, own * batch_factor(rows, schedule), schedule) for own in state.learning_rates
-    ]
+    rates = _rates(state, batch, config, step)
     ahead, curvature, sizes = parallel.ahead, state.curvature, list[int]()
     if ahead is None:
         scale = state.loss_scale.factor
@@ -230,29 +235,26 @@ def train_step(
         whole = gradient_norm(parallel.masters.values(), parallel.mesh)
         read = state.read_step(mean, whole, stop_requested(), squares)
     else:
-        begin = partial(_begun, state, loss=loss, weight=weight, config=config, stop_requested=stop_requested)
-        work, tally = state.begun or begin(batch, step=step, scale=state.loss_scale.before)
-        state.begun = None
-        if following is not None:
-            state.begun = begin(following, step=step + 1, scale=state.loss_scale.factor)
+        for index, one in list(enumerate([batch, *following]))[len(state.begun) : ahead.depth + 1]:
+            begun = _begun(state, one, loss, weight, config, step + index, ahead.depth - index, stop_requested)
+            state.begun.append(begun)
+        work, tally = state.begun.popleft()
         scale = work.scale
-        read = state.read_sums(ahead.run_ahead(work, None if state.begun is None else state.begun[0]), tally)
+        read = state.read_sums(ahead.run_ahead(work, [begun for begun, _ in state.begun]), tally)
+        state.note_norm(step, read.norm / scale)
     norm = read.norm / scale
     noise_figures = {}
-    if state.loss_scale.update(norm < float("inf")):
+    is_finite = state.loss_scale.update(norm < float("inf"))
+    if ahead is not None and ahead.updates_at_once:
+        pass  # each stage has, or has skipped the step
+    elif is_finite:
         if state.noise is not None:
             parts, apart = read.squares
             noise_figures = state.noise.update(parts / scale**2, apart, norm**2, sizes * axis.size())
-        clip = config.optim.clip_norm
-        factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
-        scale_gradients(parallel.masters.values(), factor / scale)
-        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        parallel.update(state.optimizer)
-        if state.average is not None:
-            state.average.follow()
-        parallel.release()  # before the parameters travel: the two need not share memory
+        _update(state, config, rates, norm, scale)
         parallel.publish()
+    else:
+        parallel.skip()
     parallel.release()
     state.require_progress()
     others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
@@ -265,6 +267,40 @@ def train_step(
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
+
+
+def _rates(state: TrainState, batch: dict[str, Tensor], config: TrainConfig, step: int) -> list[float]:
+    """The learning rate of each parameter group in a step."""
+    schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * data_axis(state.parallel.mesh).size()
+    factor = batch_factor(rows, schedule)
+    return [learning_rate(step, config.steps, own * factor, schedule) for own in state.learning_rates]
+
+
+def _update(state: TrainState, config: TrainConfig, rates: list[float], norm: float, scale: float) -> None:
+    """Clip the gradients by that norm of theirs, both without the loss scale, and update the masters."""
+    clip = config.optim.clip_norm
+    factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
+    scale_gradients(state.parallel.masters.values(), factor / scale)
+    for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    state.parallel.update(state.optimizer)
+    if state.average is not None:
+        state.average.follow()
+    state.parallel.release()  # before the parameters travel: the two need not share memory
+
+
+def _update_stage(state: TrainState, config: TrainConfig, rates: list[float], step: int, sums: Tensor) -> bool:
+    """The update of one stage that does not wait for the others: `Work.update`.
+
+    A stage whose gradients are not finite skips the step, whatever the others do.
+    """
+    norm = StepTally.norm_in(sums)
+    if not norm < float("inf"):
+        return False
+    if config.pipeline.clip == "last":
+        norm = state.last_norm(step, norm)
+    _update(state, config, rates, norm, 1.0)
+    return True
 
 
 def _minimise(
@@ -328,13 +364,15 @@ def _begun(
     weight: Callable[[dict[str, Tensor]], Tensor],
     config: TrainConfig,
     step: int,
-    scale: float,
+    late: int,
     stop_requested: Callable[[], bool],
 ) -> tuple[Work, StepTally]:
-    """The same for a pipeline that runs ahead."""
-    tally = StepTally(state.parallel, stop_requested)
+    """The same for a pipeline that runs ahead.  late: steps that its loss scale is old."""
+    tally, ahead, update = StepTally(state.parallel, stop_requested), state.parallel.ahead, None
     microbatches, share_of_loss, _ = _work(state, batch, loss, weight, config, step)
-    return Work(microbatches, share_of_loss, scale, tally), tally
+    if ahead is not None and ahead.updates_at_once:
+        update = partial(_update_stage, state, config, _rates(state, batch, config, step), step)
+    return Work(microbatches, share_of_loss, state.loss_scale.late(late), tally, update), tally
 
 
 def _microbatches(batch: dict[str, Tensor], config: TrainConfig, device: torch.device) -> list[dict[str, Tensor]]:

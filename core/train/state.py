@@ -1,6 +1,7 @@
 """The state of a training run from step to step, and in checkpoints."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from core.nn.moe import MoE, take_load
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_squares
 from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
+from core.parallel.correction import CORRECTIONS
 from core.parallel.parallel_model import ParallelModel, Work
-from core.parallel.pipeline.schedule import SCHEDULES
+from core.parallel.pipeline.schedule import SCHEDULES, ScheduleName
 from core.precision import LossScale
 from core.runtime import agreed
 from core.train.config import TrainConfig
@@ -27,6 +29,8 @@ from core.train.folder import checkpoint_path
 from core.train.noise import NoiseScale
 
 MOST_SKIPPED_IN_A_ROW = 20
+NO_CORRECTION = {"name": "none", "count": 0}
+"""of checkpoints that were written before there were any"""
 
 
 class TrainState:
@@ -48,8 +52,11 @@ class TrainState:
         self.loaded: dict[str, Any] = {}
         self.stopping = False
         self.loss = float("nan")
-        self.begun: tuple[Work, StepTally] | None = None  # a pipeline's next step, where the last one has begun it
+        self.begun = deque[tuple[Work, StepTally]]()  # a pipeline's next steps, as far as the last one has begun them
+        self.norms: dict[int, float] = {}  # of gradients of the latest steps, for a pipeline whose stages clip by them
         self._skipped_in_a_row = 0
+        if parallel.ahead is not None:
+            loss_scale.remembers = parallel.ahead.depth
 
     @property
     def learning_rates(self) -> list[float]:
@@ -65,6 +72,8 @@ class TrainState:
         found = {f"model/{name}": parameter for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.parallel.masters.items()}
         found |= {f"stashed/{name}": parameter for name, parameter in self.parallel.stashed.items()}
+        for key, state in self.parallel.correction.tensors.items():
+            found |= {f"correction/{key}/{name}": value for name, value in state.items()}
         persistent = self.parallel.model.state_dict(keep_vars=True)
         found |= {f"buffer/{n}": b for n, b in self.parallel.model.named_buffers() if n in persistent}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
@@ -78,8 +87,12 @@ class TrainState:
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
         self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
-        values = {"values": self.values, "loss_scale": self.loss_scale.state()}
+        values: dict[str, Any] = {"values": self.values, "loss_scale": self.loss_scale.state()}
         values["schedule"] = self.parallel.schedule_name
+        values["correction"] = {"name": self._correction, "count": self.parallel.correction.count}
+        values["stages"] = self.parallel.blocks_of_stages
+        if self.norms:
+            values["norms"] = [[step, norm] for step, norm in self.norms.items()]
         if self.average is not None:
             values["average_steps"] = self.average.steps
         if self.noise is not None:
@@ -89,17 +102,22 @@ class TrainState:
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
         """Take over a checkpoint, of whatever mesh.  Returns its step.
 
-        Raises UserError for one of a pipeline that runs ahead where this does not, and the other way round.
+        Raises UserError for one of a pipeline that runs ahead where this does not, and the other way round, and for one
+        of another correction, and one whose stages were late by other numbers of updates.
         """
-        self._require_schedule(checkpointer.values(at))
+        saved = checkpointer.values(at)
+        self._require_schedule(saved)
+        self._require_correction(saved)
         self._make_optimizer_state()
         with torch.no_grad():
             optim = self._optimizer_tensors()
             step, values, random = checkpointer.load(at, self.tensors(optim))
+            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
             for name, loaded in optim.items():
                 restore_state(self.optimizer, self.parallel.masters[name], loaded)
             self.parallel.publish()
         self.loaded = values["values"]
+        self.norms = {int(step): float(norm) for step, norm in values.get("norms", [])}
         self.loss_scale.load_state(values["loss_scale"])
         if self.average is not None:
             self.average.steps = values["average_steps"]
@@ -117,6 +135,43 @@ class TrainState:
             raise UserError(
                 f"it is a checkpoint of pipeline.schedule={name}, and this run has {own}, whose steps compute with "
                 f"weights of other updates; resume it with {again}, or begin anew with its weights"
+            )
+        stages, own_stages = saved.get("stages", []), self.parallel.blocks_of_stages
+        if name in names and _lateness(name, stages) != _lateness(name, own_stages):
+            blocks, own_blocks = (" ".join(map(str, of)) for of in (stages, own_stages))
+            raise UserError(
+                f"it is a checkpoint of pipeline.schedule={name} with stages of {blocks} blocks, and this run has "
+                f"stages of {own_blocks}, whose weights are late by other numbers of updates; resume it with "
+                f"--mesh.pp {len(stages)} --pipeline.split {blocks}, or begin anew with its weights"
+            )
+
+    def note_norm(self, step: int, norm: float) -> None:
+        """Keep a step's norm for those whose stages clip by it (`last_norm`)."""
+        ahead = self.parallel.ahead
+        if ahead is not None and ahead.updates_at_once:
+            self.norms = {known: value for known, value in self.norms.items() if known > step - ahead.depth}
+            self.norms[step] = norm
+
+    def last_norm(self, step: int, own: float) -> float:
+        """The norm of all stages' gradients in the latest step that every stage knows when it updates in this one.
+
+        own  taken where there is none, or none that is finite
+        """
+        ahead = self.parallel.ahead
+        assert ahead is not None
+        norm = self.norms.get(step - ahead.depth, own)
+        return norm if math.isfinite(norm) else own
+
+    @property
+    def _correction(self) -> str:
+        return next(name for name, spec in CORRECTIONS.items() if spec.make is type(self.parallel.correction))
+
+    def _require_correction(self, saved: dict[str, Any]) -> None:
+        name = saved.get("correction", NO_CORRECTION)["name"]
+        if name != self._correction:
+            raise UserError(
+                f"it is a checkpoint of pipeline.correction={name}, and this run has {self._correction}, of another "
+                f"state; resume it with --pipeline.correction {name}, or begin anew with its weights"
             )
 
     def _make_optimizer_state(self) -> None:
@@ -170,11 +225,11 @@ class TrainState:
 
     def read_sums(self, sums: Tensor, tally: "StepTally") -> "StepFigures":
         """The same of a pipeline that runs ahead, of what its tally has come to."""
-        self.loss, stops, squares, *loads = sums.tolist()
+        self.loss, stops, _, *loads = sums.tolist()
         self.stopping = stops > 0
         shape = tally.load_shape
         load = None if shape is None else torch.tensor(loads, dtype=torch.float64).view(shape)
-        return StepFigures(math.sqrt(squares) if squares >= 0 else squares, load, [])
+        return StepFigures(StepTally.norm_in(sums), load, [])
 
     def require_progress(self) -> None:
         """Raises UserError where step after step was skipped, this one too."""
@@ -213,6 +268,18 @@ class StepTally:
         if stage.size() > 1:
             dist.all_reduce(sums, group=stage.get_group())
         return sums
+
+    @staticmethod
+    def norm_in(sums: Tensor) -> float:
+        """The norm of the gradients that are in sums."""
+        squares = float(sums[2])
+        return math.sqrt(squares) if squares >= 0 else squares
+
+
+def _lateness(name: ScheduleName, stages: list[int]) -> int | list[int]:
+    """What the versions of a checkpoint depend on: by how much all stages are late, or which blocks each has."""
+    delays = {SCHEDULES[name].delay(stage, len(stages)) for stage in range(len(stages))}
+    return delays.pop() if len(delays) == 1 else stages
 
 
 class StepFigures(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.checkpoint import complete_steps
+from core.checkpoint import complete_steps, read_full
 from tests.support.command import Forked, ended, hang, llm, losses, metrics, run, summary
 
 STEPS = 3
@@ -216,6 +216,35 @@ def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_pa
     steps = last + 3
     llm(*SHORT, "--stop-after", steps, "--resume", "--data.cache", corpora, "--out", out)
     assert [row["step"] for row in metrics(out)] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        pytest.param("2bw", ("--pipeline.microbatches", 2), marks=pytest.mark.soak),
+        ("pipedream", ("--pipeline.clip", "last")),
+        pytest.param("pipedream_sync", ("--pipeline.microbatches", 2), marks=pytest.mark.soak),
+    ],
+)
+def test_steps_that_overlap_are_killed_and_go_on_to_the_bit(
+    corpora: Path, tmp_path: Path, schedule: str, options: tuple
+):
+    """With kill -9, at whatever moment it is then, of a run that stops for checkpoints; the other one does not."""
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    options = ("--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", schedule, *options, "--no-hf")
+    with Forked(*_long(corpora, out, *options, "--checkpoint.every", 3)) as process:
+        _under_way(process, out)
+        process.send_signal(signal.SIGKILL)
+        assert ended(process, 30) == -signal.SIGKILL
+    steps = max(complete_steps(out / "checkpoints")) + 4
+    for folder, more in ((out, ("--resume", "--checkpoint.every", 3)), (straight, ("--checkpoint.every", 0))):
+        llm(*SHORT, *options, *more, "--stop-after", steps, "--data.cache", corpora, "--out", folder)
+    found, expected = (read_full(folder / "checkpoints" / f"step-{steps:08d}") for folder in (out, straight))
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("stashed/") for name in expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    assert losses(out) == losses(straight)
 
 
 def test_fp16_counts_skipped_steps(pretrain, tmp_path: Path) -> None:

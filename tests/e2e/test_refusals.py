@@ -9,6 +9,8 @@ from apps.llm.__main__ import APP
 from core.config import run_command
 from tests.support.command import llm, run
 
+PIPEDREAM = ("--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", "pipedream")
+
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The line with which a command refuses."""
@@ -46,6 +48,26 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--nproc", 4, "--mesh.pp", 2, "--zero", 2, "--pipeline.schedule", "2bw"), ("zero=2", "1f1b", "--zero 1")),
         (("--nproc", 4, "--mesh.pp", 2, "--zero", 3, "--pipeline.schedule", "2bw"), ("zero=3", "1f1b", "--zero 1")),
         (("--nproc", 2, "--mesh.pp", 2, "--compile", "--pipeline.schedule", "2bw"), ("compile", "no compile")),
+        (
+            (*PIPEDREAM, "--precision", "fp16"),
+            ("precision=fp16", "pipedream", "overflow", "--precision bf16"),
+        ),
+        (
+            ("--nproc", 4, "--mesh.pp", 2, "--zero", 2, "--pipeline.schedule", "pipedream_sync"),
+            ("zero=2", "pipedream_sync", "1f1b", "--zero 1"),
+        ),
+        (
+            ("--nproc", 4, "--mesh.pp", 2, "--zero", 3, "--pipeline.schedule", "pipedream"),
+            ("zero=3", "pipedream", "one version", "--zero 1"),
+        ),
+        (
+            (*PIPEDREAM, "--recompute.mode", "budget", "--recompute.budget", "1GiB"),
+            ("recompute.mode=budget", "pipedream", "one version", "--recompute.mode full"),
+        ),
+        (
+            ("--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", "pipedream_sync", "--pipeline.clip", "last"),
+            ("pipeline.clip", "pipedream_sync", "leave it out"),
+        ),
         (
             ("--nproc", 2, "--mesh.pp", 2, "--gemini.budget", "1GiB", "--zero", 3, "--pipeline.schedule", "2bw"),
             ("gemini.budget=1GiB", "2bw", "one version", "1f1b"),

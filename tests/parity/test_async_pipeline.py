@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.checkpoint import CheckpointConfig
+from core.checkpoint import CheckpointConfig, Checkpointer
 from core.compose import ParallelConfig
+from core.config import UserError
 from core.mesh import MeshConfig
-from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.correction import CorrectionName
+from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig
 from core.precision import Precision
 from tests.parity.test_experts import TOPK
@@ -19,15 +21,18 @@ from tests.parity.test_resume import STEPS, STOP, outcome
 from tests.parity.test_train import BLOOM, GPT2, LLAMA, OPT, TOLERANCE
 from tests.support import ahead, delayed
 from tests.support.small import config_of, train
-from tests.support.training import Case, largest_difference, of_one_rank, run
+from tests.support.training import Case, build, largest_difference, of_one_rank, run
 
 
 def deep(model: Any, num_layers: int = 5) -> Any:
     return replace(model, num_layers=num_layers)
 
 
-def late(num_ranks: int = 2, zero: int = 0, microbatches: int | None = 4, **options: Any) -> dict[str, Any]:
-    pipeline = PipelineConfig("2bw", microbatches=microbatches, split=options.pop("split", ()))
+def late(
+    num_ranks: int = 2, zero: int = 0, microbatches: int | None = 4, name: ScheduleName = "2bw", **options: Any
+) -> dict[str, Any]:
+    given = {key: options.pop(key) for key in ("split", "clip", "correction", "correction_steps") if key in options}
+    pipeline = PipelineConfig(name, microbatches=microbatches, **given)
     parallel = ParallelConfig(zero=zero, precision="fp64", pipeline=pipeline, **options)
     return {"mesh": MeshConfig(pp=num_ranks), "parallel": parallel}
 
@@ -51,16 +56,120 @@ CASES = {
     "2xcp2": (4, Case(deep(GPT2, 3), **late() | {"mesh": MeshConfig(pp=2, cp=2)}, steps=7)),
     "hybrid": (8, Case(deep(GPT2), **late(zero=1, microbatches=2) | {"mesh": HYBRID}, batch=16, steps=7)),
 }
+STASH: Any = {"name": "pipedream", "microbatches": None}
+SYNC: Any = {"name": "pipedream_sync", "microbatches": None}
+CASES |= {
+    "pipedream-2": (2, Case(deep(GPT2), **late(**STASH), batch=11, steps=7)),
+    "pipedream-3-uneven-recomputed": (
+        3,
+        Case(deep(LLAMA), **late(3, split=(1, 3, 1), recompute=FULL, **STASH), batch=11, steps=9, optim="muon"),
+    ),
+    "pipedream-3-accumulated-last": (
+        3,
+        Case(deep(GPT2), **late(3, name="pipedream", microbatches=2, clip="last"), batch=11, steps=10),
+    ),
+    "sync-2-sgd": (2, Case(deep(OPT, 3), **late(**SYNC), batch=11, steps=7, optim="sgd")),
+    "sync-3-uneven-tied": (
+        3,
+        Case(deep(GPT2), **late(3, split=(2, 1, 2), recompute=FULL, **SYNC), batch=11, steps=10),
+    ),
+    "sync-3-accumulated": (
+        3,
+        Case(deep(LLAMA), **late(3, name="pipedream_sync", microbatches=3), batch=11, steps=9, optim="muon"),
+    ),
+    "pipedream-2x2": (4, Case(deep(GPT2), **late(**STASH), steps=7)),
+    "sync-2x2-zero1": (4, Case(deep(GPT2), **late(zero=1, **SYNC), steps=7)),
+}
+LONG = {
+    f"{options['name']}-{name}": (size, Case(model, **made, steps=steps, **more))
+    for options in (STASH, SYNC)
+    for name, size, model, made, steps, more in (
+        ("4", 4, deep(GPT2), late(4, **options), 12, {}),
+        ("4-sgd-rows", 4, deep(LLAMA), late(4, **options), 13, {"microbatch": 4, "optim": "sgd", "batch": 11}),
+        ("3-sgd", 3, deep(GPT2), late(3, **options), 10, {"optim": "sgd", "batch": 11}),
+        ("2-selective", 2, deep(BLOOM), late(recompute=SELECTIVE, **options), 7, {"microbatch": 5}),
+        ("2-topk", 2, deep(TOPK), late(**options), 7, {"batch": 11}),
+        ("3-topk-accumulated", 3, deep(TOPK), late(3, **options | {"microbatches": 2}), 9, {"batch": 11}),
+        ("2x2-zero1-muon", 4, deep(LLAMA, 3), late(zero=1, **options), 7, {"optim": "muon"}),
+        ("2xtp2", 4, deep(GPT2), late(**options) | {"mesh": MeshConfig(pp=2, tp=2)}, 7, {}),
+        ("2xcp2", 4, deep(GPT2, 3), late(**options) | {"mesh": MeshConfig(pp=2, cp=2)}, 7, {}),
+        ("hybrid", 8, deep(GPT2), late(zero=1, **options) | {"mesh": HYBRID}, 7, {"batch": 16}),
+        ("8", 8, deep(GPT2, 9), late(8, **options), 25, {}),
+        ("4x2-zero1", 8, deep(GPT2), late(4, zero=1, **options | {"microbatches": 2}), 13, {}),
+    )
+}
+LONG["pipedream-4-last"] = (4, Case(deep(LLAMA), **late(4, clip="last", **STASH), batch=11, steps=13))
+EVERY = CASES | LONG
+
+
+NO_MOMENTUM, NO_BETA = (("momentum", 0.0),), (("betas", (0.0, 0.95)),)
+CORRECTED = {
+    "prediction": (2, Case(deep(GPT2), **late(correction="prediction"), batch=11, steps=7)),
+    "prediction-zero1-muon": (4, Case(deep(LLAMA, 3), **late(zero=1, correction="prediction"), steps=7, optim="muon")),
+    "prediction-stash": (3, Case(deep(LLAMA), **late(3, correction="prediction", **STASH), batch=11, steps=10)),
+    "prediction-sync-tied": (3, Case(deep(GPT2), **late(3, correction="prediction", **SYNC), batch=11, steps=10)),
+    "nesterov": (2, Case(deep(GPT2, 3), **late(correction="nesterov"), batch=11, steps=7, options=NO_BETA)),
+    "nesterov-stash-sgd": (
+        3,
+        Case(
+            deep(LLAMA, 3),
+            **late(3, correction="nesterov", **STASH),
+            batch=11,
+            steps=10,
+            optim="sgd",
+            options=NO_MOMENTUM,
+        ),
+    ),
+    "dc_asgd-zero1": (4, Case(deep(GPT2, 3), **late(zero=1, correction="dc_asgd"), steps=7)),
+    "dc_asgd-stash-tied": (3, Case(deep(GPT2, 3), **late(3, correction="dc_asgd", **STASH), batch=11, steps=10)),
+    "error_feedback": (
+        3,
+        Case(deep(GPT2, 3), **late(3, microbatches=3, correction="error_feedback"), batch=11, steps=9),
+    ),
+    "error_feedback-muon": (
+        2,
+        Case(deep(LLAMA, 3), **late(correction="error_feedback", recompute=FULL), batch=11, steps=7, optim="muon"),
+    ),
+    "error_feedback-stash": (3, Case(deep(GPT2), **late(3, correction="error_feedback", **STASH), batch=11, steps=10)),
+    "lr_by_delay-stash": (
+        3,
+        Case(deep(LLAMA), **late(3, correction="lr_by_delay", correction_steps=6, **STASH), batch=11, steps=10),
+    ),
+}
+
+
+def without_correction(case: Case) -> Case:
+    pipeline = replace(case.parallel.pipeline, correction="none")
+    return replace(case, parallel=replace(case.parallel, pipeline=pipeline))
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_a_correction_follows_its_equations(ranks, name: str) -> None:
+    """And they say something else than the recurrence without it."""
+    num_ranks, case = CORRECTED[name]
+    expected = of_simulator(ranks, case)
+    difference, where = largest_difference(ranks(num_ranks).run(run, case), expected, case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from the equations"
+    plain = of_simulator(ranks, without_correction(case))
+    assert largest_difference([plain], expected, case.steps)[0] > 1e4 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["prediction", "dc_asgd"])
+def test_a_correction_of_steps_that_are_skipped(ranks, name: CorrectionName) -> None:
+    case = Case(deep(LLAMA), **late(correction=name), microbatch=None, batch=12, steps=8)
+    case = replace(case, parallel=replace(case.parallel, precision="fp16"))
+    found, expected = ranks(2).run(ahead.run_scaled, case), ranks(1).run(delayed.of_schedule, case, 3)[0]
+    assert largest_difference(found, expected, case.steps)[0] <= 1e-3
+    assert found[0]["skipped"] == expected["skipped"] > 0
 
 
 def of_simulator(ranks, case: Case) -> dict[str, Any]:
-    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None)
-    return ranks(1).run(delayed.one_late, plain)[0]
+    return ranks(1).run(delayed.of_schedule, case)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.soak) for name in LONG)])
 def test_follows_its_recurrence(ranks, name: str) -> None:
-    num_ranks, case = CASES[name]
+    num_ranks, case = EVERY[name]
     difference, where = largest_difference(ranks(num_ranks).run(run, case), of_simulator(ranks, case), case.steps)
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from the recurrence"
 
@@ -69,23 +178,50 @@ def test_the_simulator_without_delay_is_synchronous_training(ranks) -> None:
     case = Case(deep(GPT2, 2))
     found, expected = ranks(1).run(delayed.none_late, case)[0], of_one_rank(ranks, case)
     assert largest_difference([found], expected, case.steps)[0] <= TOLERANCE
-    late_by_one = ranks(1).run(delayed.one_late, case)[0]
+    late_by_one = of_simulator(ranks, replace(case, **late()))
     assert largest_difference([late_by_one], expected, case.steps)[0] > 1e4 * TOLERANCE
 
 
-@pytest.mark.parametrize("fault", ahead.FAULTS)
-def test_a_fault_is_seen(ranks, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [
+        *((fault, {}) for fault in ahead.FAULTS),
+        ("newest weights in the backward", STASH),
+        ("newest weights in the backward", SYNC),
+        *(
+            pytest.param(fault, options, marks=pytest.mark.soak)
+            for fault in ahead.FAULTS
+            for options in (STASH, SYNC)
+            if fault != "newest weights in the backward"
+        ),
+    ],
+)
+def test_a_fault_is_seen(ranks, fault: str, options: dict[str, Any]) -> None:
     """Each makes some rank compute with other weights, or sum up other gradients, than the recurrence says."""
-    case = Case(deep(GPT2), **late(recompute=FULL), batch=11, steps=5)
+    case = Case(deep(GPT2), **late(recompute=FULL, **options), batch=11, steps=5)
     found = ranks(2).run(ahead.broken_run, case, fault)
     assert largest_difference(found, of_simulator(ranks, case), case.steps)[0] > 1e4 * TOLERANCE
 
 
-@pytest.mark.parametrize("pauses", [(), (2,), (1, 2, 4, 5), range(9)])
-def test_a_pause_changes_nothing(ranks, pauses: Sequence[int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "options", "pauses"),
+    [
+        *((2, {}, pauses) for pauses in [(), (2,), (1, 2, 4, 5), range(9)]),
+        (3, STASH | {"clip": "last"}, (0, 4)),
+        (3, SYNC, (1, 5)),
+        *(
+            pytest.param(size, options | {"microbatches": microbatches}, pauses, marks=pytest.mark.soak)
+            for size in (2, 4)
+            for options in (STASH, SYNC)
+            for microbatches in (None, 2)
+            for pauses in ((0, 2), (3,), range(9))
+        ),
+    ],
+)
+def test_a_pause_changes_nothing(ranks, size: int, options: dict[str, Any], pauses: Sequence[int]) -> None:
     """To the bit: a step after which nothing is under way, as before a checkpoint, learns what it had learned."""
-    case = Case(deep(GPT2), **late(), batch=11, steps=7)
-    expected, found = (ranks(2).run(ahead.run_with_pauses, case, steps) for steps in ((), pauses))
+    case = Case(deep(GPT2), **late(size, **options), batch=11, steps=8)
+    expected, found = (ranks(size).run(ahead.run_with_pauses, case, steps) for steps in ((), pauses))
     for of_rank, straight in zip(found, expected, strict=True):
         assert of_rank["losses"] == straight["losses"]
         for name, (_, value) in of_rank["displacement"].items():
@@ -96,10 +232,9 @@ def test_a_pause_changes_nothing(ranks, pauses: Sequence[int]) -> None:
 def test_narrow_formats(ranks, precision: Precision) -> None:
     """As the simulator with the same microbatches in the same format; steps that overflow are skipped in both."""
     case = Case(deep(LLAMA), **late(), microbatch=None, batch=12, steps=8)
-    parallel = replace(case.parallel, precision=precision)
-    found = ranks(2).run(ahead.run_scaled, replace(case, parallel=parallel))
-    plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision=precision), microbatch=3)
-    expected = ranks(1).run(delayed.one_late, plain)[0]
+    case = replace(case, parallel=replace(case.parallel, precision=precision))
+    found = ranks(2).run(ahead.run_scaled, case)
+    expected = ranks(1).run(delayed.of_schedule, case, 3)[0]
     difference, where = largest_difference(found, expected, case.steps)
     assert difference <= 1e-3, where
     assert all(of_rank["skipped"] == expected["skipped"] for of_rank in found)
@@ -107,14 +242,30 @@ def test_narrow_formats(ranks, precision: Precision) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "size", "precision"), [(0, 2, "fp64"), (1, 4, "fp64"), (1, 4, "bf16"), (0, 2, "fp16")]
+    ("name", "zero", "size", "precision", "correction"),
+    [
+        ("2bw", 0, 2, "fp64", "none"),
+        ("2bw", 1, 4, "fp64", "prediction"),
+        ("2bw", 1, 4, "bf16", "error_feedback"),
+        ("2bw", 0, 2, "fp16", "dc_asgd"),
+        ("pipedream", 1, 4, "bf16", "prediction"),
+        ("pipedream_sync", 0, 2, "fp16", "none"),
+        pytest.param("2bw", 1, 4, "bf16", "none", marks=pytest.mark.soak),
+        pytest.param("2bw", 0, 2, "bf16", "prediction", marks=pytest.mark.soak),
+        pytest.param("pipedream", 0, 2, "fp64", "error_feedback", marks=pytest.mark.soak),
+        pytest.param("pipedream", 0, 2, "fp64", "none", marks=pytest.mark.soak),
+        pytest.param("pipedream_sync", 1, 4, "bf16", "dc_asgd", marks=pytest.mark.soak),
+    ],
 )
-def test_resumes_to_the_bit(ranks, tmp_path: Path, zero: Any, size: int, precision: Precision) -> None:
-    """With both versions of the weights, dropout, and a buffer that training updates."""
+def test_resumes_to_the_bit(
+    ranks, tmp_path: Path, name: Any, zero: Any, size: int, precision: Precision, correction: CorrectionName
+) -> None:
+    """With all versions of the weights, a correction's state, dropout, and a buffer that training updates."""
+    clip = "last" if name == "pipedream" else "stage"
     late_options = {
         "mesh": TWO,
         "zero": zero,
-        "pipeline": PipelineConfig("2bw", microbatches=2),
+        "pipeline": PipelineConfig(name, microbatches=2, clip=clip, correction=correction),
         "precision": precision,
     }
     config = config_of(tmp_path, checkpoint=CheckpointConfig(every=3), steps=STEPS, **late_options)
@@ -129,14 +280,28 @@ def test_resumes_to_the_bit(ranks, tmp_path: Path, zero: Any, size: int, precisi
             assert torch.equal(masters[name], value), name
 
 
-def test_dropout_is_that_of_one_rank(ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    [("2bw", {"": 1}), ("pipedream", {"blocks.0": 1, "": 0}), ("pipedream_sync", {"": 1})],
+)
+def test_dropout_is_that_of_one_rank(ranks, tmp_path: Path, name: Any, updates: dict[str, int]) -> None:
     """With what is computed again drawing again what it drew, when the next step has begun."""
     config = config_of(tmp_path, steps=STEPS, checkpoint=CheckpointConfig(every=0), recompute=FULL)
-    expected = ranks(1).run(ahead.train_late, config, 0.3)[0]
-    pipelined = replace(config, mesh=TWO, pipeline=PipelineConfig("2bw", microbatches=3))
+    config = replace(config, optim=replace(config.optim, clip_norm=None))
+    expected = ranks(1).run(ahead.train_late, config, 0.3, updates)[0]
+    pipelined = replace(config, mesh=TWO, pipeline=PipelineConfig(name, microbatches=3))
     for found in ranks(2).run(ahead.masters_after, pipelined, 0.3):
         for name, value in found.items():
             assert (value - expected[name]).abs().max() <= TOLERANCE, name
+
+
+def test_a_checkpoint_of_another_correction_is_refused(ranks, tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=STEPS, mesh=TWO, pipeline=PipelineConfig("2bw", microbatches=2))
+    ranks(2).run(train, replace(config, stop_after=STOP))
+    other = replace(config, resume="auto", pipeline=replace(config.pipeline, correction="error_feedback"))
+    for said in ranks(2).run(ahead.refusal, other):
+        assert "pipeline.correction=none" in said
+        assert "--pipeline.correction none" in said
 
 
 def test_a_checkpoint_of_another_schedule_is_refused(ranks, tmp_path: Path) -> None:
@@ -149,3 +314,33 @@ def test_a_checkpoint_of_another_schedule_is_refused(ranks, tmp_path: Path) -> N
             assert f"is a checkpoint of pipeline.schedule={saved.pipeline.schedule}" in said
             assert f"--pipeline.schedule {saved.pipeline.schedule}" in said
             assert "\n" not in said
+
+
+def resumed_elsewhere(case: Case, folder: Path, saved: PipelineConfig) -> str:
+    """What is said of a checkpoint of other stages."""
+    stopped = replace(case, parallel=replace(case.parallel, pipeline=saved))
+    state, _ = build(stopped)
+    checkpointer = Checkpointer(folder, CheckpointConfig(), state.parallel.mesh)
+    state.save(checkpointer, 1)
+    checkpointer.wait()
+    other, _ = build(case)
+    try:
+        other.load(checkpointer, None)
+    except UserError as refused:
+        return str(refused)
+    finally:
+        checkpointer.close()
+    return "was not refused"
+
+
+def test_a_checkpoint_of_other_stages_is_refused(ranks, tmp_path: Path) -> None:
+    """Where it has other versions: under vertical sync all stages' are as late."""
+    said = {}
+    for name in ("pipedream", "pipedream_sync", "2bw"):
+        case = Case(deep(GPT2), **late(name=name, split=(2, 3)), batch=8)
+        saved = replace(case.parallel.pipeline, split=(3, 2))
+        (said[name],) = set(ranks(2).run(resumed_elsewhere, case, tmp_path / name, saved))
+    assert "checkpoint of pipeline.schedule=pipedream with stages of 3 2 blocks" in said["pipedream"]
+    assert "this run has stages of 2 3" in said["pipedream"]
+    assert "--mesh.pp 2 --pipeline.split 3 2" in said["pipedream"]
+    assert said["pipedream_sync"] == said["2bw"] == "was not refused"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.compose import ParallelConfig, parallelize
+from core.config import UserError
 from core.estimate import RunShape, decoder_shape, estimate_memory, estimate_step
 from core.estimate.pipeline import stages_of
 from core.layout import local
@@ -20,6 +21,7 @@ from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
 from core.nn.routing import MoEConfig
 from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.correction import CorrectionName
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeConfig, RecomputeMode
 from core.precision import Precision
@@ -164,28 +166,74 @@ def test_estimate_of_stages(ranks, schedule: ScheduleName, recompute: RecomputeM
     assert (traced.sent.bytes, traced.sent.calls) == (sent, calls)
 
 
+OVERLAPPING: list[tuple[ScheduleName, int, int, Zero, Precision, int]] = [
+    ("2bw", 2, 2, 0, "fp32", 4),
+    ("2bw", 4, 2, 1, "bf16", 4),
+    ("pipedream", 3, 3, 0, "fp32", 1),
+    ("pipedream_sync", 3, 3, 0, "bf16", 1),
+]
+OVERLAPPING_LONG: list[tuple[ScheduleName, int, int, Zero, Precision, int]] = [
+    ("2bw", 4, 2, 1, "fp32", 4),
+    ("pipedream", 3, 3, 0, "bf16", 3),
+    ("pipedream", 4, 2, 1, "fp32", 1),
+    ("pipedream", 4, 2, 1, "bf16", 2),
+    ("pipedream_sync", 3, 3, 0, "fp32", 1),
+    ("pipedream_sync", 3, 3, 0, "fp32", 3),
+    ("pipedream_sync", 4, 2, 1, "fp32", 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("size", "zero", "precision"),
-    [(2, 0, "fp32"), (4, 1, "bf16"), pytest.param(4, 1, "fp32", marks=pytest.mark.soak)],
+    ("schedule", "size", "stages", "zero", "precision", "number"),
+    [*OVERLAPPING, *(pytest.param(*row, marks=pytest.mark.soak) for row in OVERLAPPING_LONG)],
 )
-def test_estimate_of_steps_that_overlap(ranks, size: int, zero: Zero, precision: Precision) -> None:
-    """Two versions of the parameters, and gradients of two steps."""
-    pipeline = PipelineConfig("2bw")
+def test_estimate_of_steps_that_overlap(
+    ranks, schedule: ScheduleName, size: int, stages: int, zero: Zero, precision: Precision, number: int
+) -> None:
+    """Versions of the parameters, and gradients of several steps."""
+    pipeline = PipelineConfig(schedule)
     run = RunShape(
         precision=precision,
-        pp=2,
-        dp_shard=size // 2 if zero else 1,
+        pp=stages,
+        dp_shard=size // stages if zero else 1,
         pipeline=pipeline,
         zero=zero,
         microbatch_size=4,
-        num_microbatches=4,
+        num_microbatches=number,
         sequence_length=STAGED.max_length,
     )
-    shape = decoder_shape(STAGED, device_type="cpu")
-    given = replace(pipeline, split=tuple(len(blocks) for blocks in stages_of(shape, run).ranges))
-    parallel = ParallelConfig(precision=precision, zero=zero, pipeline=given)
-    measured = ranks(size).run(ahead.peak_of_a_step, STAGED, parallel, 4, run.num_microbatches)
+    # A tied weight is on its way for as many steps, in the host's memory, which here is that of the model.
+    staged = replace(STAGED, tied_head=schedule == "2bw")
+    shape = decoder_shape(staged, device_type="cpu")
+    split = tuple(len(blocks) for blocks in stages_of(shape, run).ranges)
+    parallel = ParallelConfig(precision=precision, zero=zero, pipeline=replace(pipeline, split=split))
+    measured = ranks(size).run(ahead.peak_of_steps, staged, parallel, 4, number, stages, 2 * stages)
     assert estimate_memory(shape, run).peak_bytes == pytest.approx(max(measured), rel=0.1)
+    mesh = MeshConfig(pp=stages).resolve(size, zero)
+    with torch.device("meta"):
+        model = Decoder(staged)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return decoder_loss(4, staged.max_length, model)
+
+    given = model, loss, mesh, parallel, Speed(1e12, 1e12), decoder_plan(staged, mesh)
+    if schedule != "2bw":
+        with pytest.raises(UserError, match="more versions than are foreseen of any model"):
+            estimate_step(*given, num_microbatches=number)
+        return
+    assert estimate_step(*given, num_microbatches=number).peak_bytes == pytest.approx(max(measured), rel=0.1)
+
+
+@pytest.mark.parametrize("correction", ["prediction", "error_feedback"])
+def test_estimate_of_a_correction(correction: CorrectionName) -> None:
+    """Its state, the masters where versions are other values, and the weights of before while the optimizer steps."""
+    shape = decoder_shape(STAGED, device_type="cpu")
+    run = RunShape(pp=2, pipeline=PipelineConfig("2bw"), num_microbatches=4, sequence_length=STAGED.max_length)
+    plain = estimate_memory(shape, run)
+    with_it = estimate_memory(shape, replace(run, pipeline=PipelineConfig("2bw", correction=correction)))
+    weights = plain.parameters_bytes // 2
+    assert with_it.optimizer_bytes - plain.optimizer_bytes == (1 + (correction == "prediction")) * weights
+    assert with_it.phases["update"] > plain.phases["update"] + weights
 
 
 def counted_gpt2(parallel: ParallelConfig, num_microbatches: int) -> tuple[int, Counter, Counter]:

@@ -5,13 +5,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.checkpoint import complete_steps, read_full
-from tests.support.command import llm, start
+from tests.support.command import llm, losses, start
 from tests.support.outliving import alive
 
 NUM_KILLS = 40
 NUM_EARLY = 10  # while ranks start
+NUM_OVERLAPPING = 4
 LIMIT_S = 5.0
 LATEST_S = 2.0  # after the first checkpoint: several steps and saves
 START_S = 120.0
@@ -44,3 +46,35 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     print(f"{NUM_KILLS} kills, {saved} of them after a checkpoint, {len(survivors)} ranks alive {LIMIT_S} s later")
     assert saved >= NUM_KILLS - NUM_EARLY
     assert not survivors
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "pipedream_sync"])
+def test_steps_that_overlap_go_on_to_the_bit(tmp_path: Path, schedule: str) -> None:
+    """Killed again and again, at moments drawn at random, a pipeline learns what one does that is left alone."""
+    out, straight, draw = tmp_path / "run", tmp_path / "straight", random.Random(schedule)
+    options = ("pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4, "--no-hf")
+    options = (*options, "--steps", 100_000, "--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", schedule)
+    options = (*options, "--pipeline.microbatches", 2, "--data.cache", tmp_path / "corpora")
+    for number in range(NUM_OVERLAPPING):
+        before, begin = complete_steps(out / "checkpoints"), time.monotonic()
+        launcher = start(
+            "-m", "apps.llm", *options, "--checkpoint.every", 2, "--out", out, *("--resume",) * (number > 0)
+        )
+        while complete_steps(out / "checkpoints") == before:
+            assert launcher.poll() is None
+            assert time.monotonic() - begin < START_S
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, LATEST_S))
+        launcher.kill()
+        launcher.wait()
+        time.sleep(LIMIT_S)
+    steps = max(complete_steps(out / "checkpoints")) + 3
+    for folder, more in ((out, ("--resume",)), (straight, ("--checkpoint.every", 0))):
+        llm(*options, *more, "--stop-after", steps, "--out", folder)
+    found, expected = (read_full(folder / "checkpoints" / f"step-{steps:08d}") for folder in (out, straight))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    assert losses(out) == losses(straight)

@@ -1,6 +1,6 @@
 """Runs of pipelines that run ahead: with pauses, with one thing broken, by `fit`."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -42,39 +42,50 @@ class NoTally:
         return loss.view(1)
 
 
-def peak_of_a_step(model: DecoderConfig, parallel: ParallelConfig, rows: int, num_microbatches: int) -> int:
-    """The most bytes of tensors alive at once on this rank in a decoder's step that was begun and begins the next."""
-    mesh = build_mesh(MeshConfig(pp=2).resolve(dist.get_world_size(), parallel.zero), "cpu")
+def peak_of_steps(
+    model: DecoderConfig,
+    parallel: ParallelConfig,
+    rows: int,
+    num_microbatches: int,
+    num_stages: int = 2,
+    steps: int = 4,
+) -> int:
+    """The most bytes of tensors alive at once on this rank in a decoder's steps that overlap."""
+    mesh = build_mesh(MeshConfig(pp=num_stages).resolve(dist.get_world_size(), parallel.zero), "cpu")
     with torch.device("meta"):
         decoder = Decoder(model)
     plan = ModelPlan(pipeline=pipeline_plan())
     spread = parallelize(decoder, mesh, parallel, plan, materialise=lambda m: initialise(m, 0))
     assert isinstance(spread, AheadPipeline)
     optimizer = build_optimizer(OptimConfig(), spread.masters)
-    works = [
-        Work(range(num_microbatches), lambda _: decoder_loss(rows, model.max_length, spread.model), 1.0, NoTally())
-        for _ in range(4)
-    ]
 
-    def step(index: int) -> None:
-        spread.run_ahead(works[index], works[index + 1] if index < 3 else None)
+    def update(sums: Tensor | None = None) -> bool:
         spread.update(optimizer)
         spread.release()
-        spread.publish()
+        return True
 
+    def loss(_: int) -> Tensor:
+        return decoder_loss(rows, model.max_length, spread.model)
+
+    works = [Work(range(num_microbatches), loss, 1.0, NoTally(), update) for _ in range(steps)]
     with MemoryAccount() as account:
         account.add(spread.newest.values())
         account.add(spread.masters.values())
-        for index in range(4):
-            step(index)
+        for index, work in enumerate(works):
+            spread.run_ahead(work, works[index + 1 :])
+            if not spread.updates_at_once:
+                update()
+                spread.publish()
     return account.peak_bytes
 
 
 def run_with_pauses(case: Case, pauses: Collection[int]) -> dict[str, Any]:
     """`run`, with nothing under way behind these steps."""
 
-    def paused(*args: Any, following: Any) -> dict[str, Any]:
-        return train_step(*args, following=None if args[-1] in pauses else following)
+    def paused(*args: Any, following: Sequence[Any]) -> dict[str, Any]:
+        step = args[-1]
+        number = min((pause - step for pause in pauses if pause >= step), default=len(following))
+        return train_step(*args, following=following[:number])
 
     with patch("tests.support.training.train_step", paused):
         return run(case)
@@ -87,11 +98,14 @@ def run_scaled(case: Case) -> dict[str, Any]:
         return run(case) | {"skipped": scale.skipped_steps}
 
 
-def train_late(config: TrainConfig, dropout: float) -> dict[str, Tensor]:
-    """The small model's masters as weights that are one update old train them, on one rank."""
+def train_late(config: TrainConfig, dropout: float, late: Mapping[str, int]) -> dict[str, Tensor]:
+    """The small model's masters as weights that are some updates old train them, on one rank.
+
+    late  beginning of names -> how old
+    """
     with start("cpu", config.seed):
         state = small.build(config, small.Small(dropout))
-        history = History(state.parallel, lambda _: 1)
+        history = History(state.parallel, lambda name: next(n for start, n in late.items() if name.startswith(start)))
         for step in range(config.steps):
             history.before(step)
             train_step(state, small.Rows().batch(step, 0, 1), small.loss, num_rows, config, step)
@@ -124,14 +138,13 @@ def broken_run(case: Case, fault: str) -> dict[str, Any]:
 @contextmanager
 def _newest_in_the_backward() -> Iterator[None]:
     """Blocks that are computed again take the newest weights: a gradient of nothing."""
-    compute = Flight.compute
+    compute, install = Flight.compute, AheadPipeline.install
 
     def with_newest(flight: Flight, action: Action) -> None:
-        pipeline = flight.ahead
         if action.kind is Kind.FORWARD:
             compute(flight, action)
             return
-        with patch.object(pipeline, "older", pipeline.newest):
+        with patch.object(AheadPipeline, "install", lambda pipeline, step: install(pipeline, None)):
             compute(flight, action)
 
     with patch.object(Flight, "compute", with_newest):
@@ -140,14 +153,9 @@ def _newest_in_the_backward() -> Iterator[None]:
 
 @contextmanager
 def _newest_in_the_forward() -> Iterator[None]:
-    """A step begins on the weights that are newest then: what a pipeline without versions does."""
-    run_ahead = AheadPipeline.run_ahead
-
-    def with_newest(pipeline: AheadPipeline, *works: Any) -> Tensor:
-        pipeline.older = pipeline.newest
-        return run_ahead(pipeline, *works)
-
-    with patch.object(AheadPipeline, "run_ahead", with_newest):
+    """Whatever is computed takes the weights that are newest then: what a pipeline without versions does."""
+    install = AheadPipeline.install
+    with patch.object(AheadPipeline, "install", lambda pipeline, step: install(pipeline, None)):
         yield
 
 
@@ -174,7 +182,10 @@ def _shared_gradient_is_not_summed() -> Iterator[None]:
 
 @contextmanager
 def _shared_value_is_not_sent() -> Iterator[None]:
-    with patch.object(AheadPipeline, "_publish_shared", lambda _: None):
+    with (
+        patch.object(AheadPipeline, "_give_shared", lambda _: None),
+        patch.object(AheadPipeline, "_take_shared", lambda _: None),
+    ):
         yield
 
 

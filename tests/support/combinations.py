@@ -111,6 +111,8 @@ TABLES = {
             "--mesh.pp 2 --pipeline.schedule zb-h1",
             "--mesh.pp 2 --pipeline.schedule zbv",
             "--mesh.pp 2 --pipeline.schedule 2bw",
+            "--mesh.pp 2 --pipeline.schedule pipedream",
+            "--mesh.pp 2 --pipeline.schedule pipedream_sync",
         ),
         (
             "--pipeline.microbatches 6",

@@ -155,8 +155,9 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
         own = slice(axis.get_local_rank() * rows, (axis.get_local_rank() + 1) * rows)
         batches = [{k: v[own] for k, v in batch_of(case, step).items()} for step in range(case.steps)]
         for step, mine in enumerate(batches):
-            next_step = None if state.parallel.ahead is None else [*batches, None][step + 1]
-            losses.append(train_step(state, mine, loss, weight, config, step, following=next_step)["loss"])
+            depth = 0 if state.parallel.ahead is None else state.parallel.ahead.depth
+            following = batches[step + 1 : step + 1 + depth]
+            losses.append(train_step(state, mine, loss, weight, config, step, following=following)["loss"])
     losses.append(evaluated(state, batches[-1]))
     found = {"losses": losses, "start": start, "displacement": moved_since(start, state.parallel.masters)}
     return found if case.budget is None else found | moved(state.parallel)

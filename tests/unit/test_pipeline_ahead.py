@@ -1,22 +1,27 @@
 """Schedules that run ahead, without a process: steps are cuts of one long schedule, with the published versions."""
 
-from itertools import product
+from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import nn
 
 from core.config import UserError
-from core.parallel.pipeline.ahead import segment
+from core.parallel.pipeline.ahead import end_of_step, segment
 from core.parallel.pipeline.messages import Step, with_messages
 from core.parallel.pipeline.schedule import (
     SCHEDULES,
     Action,
     Kind,
     PipelineConfig,
+    ScheduleName,
     bubble_fraction,
     bubble_in_theory,
+    most_in_flight,
     schedule,
     simulate,
 )
+from core.parallel.pipeline.versions import Ring
 
 RANKS = range(2, 33)
 AHEAD = [name for name, spec in SCHEDULES.items() if spec.runs_ahead]
@@ -28,42 +33,119 @@ def numbered(step: Step, first: int) -> tuple[tuple[Kind, int, int], ...]:
     return tuple((a.kind, first + a.microbatch, a.stage) for a in actions)
 
 
-@pytest.mark.parametrize("name", AHEAD)
-@pytest.mark.parametrize(("ranks", "number"), [(2, 2), (2, 5), (3, 3), (4, 4), (4, 7), (8, 8), (8, 11)])
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_steps_are_cuts_of_one_long_schedule(name, ranks: int, number: int, steps: int) -> None:
+CUTS = [(2, 1), (2, 2), (2, 5), (3, 1), (3, 3), (4, 1), (4, 4), (4, 7), (5, 2), (8, 1), (8, 8), (8, 11)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "number"),
+    [(name, *sizes) for name in AHEAD for sizes in CUTS if sizes[1] >= SCHEDULES[name].fewest(sizes[0])],
+)
+@pytest.mark.parametrize("rounds", [0.0, 0.5, 1.5])
+def test_steps_are_cuts_of_one_long_schedule(name: ScheduleName, ranks: int, number: int, rounds: float) -> None:
     """Also their messages: what a rank does is what it would do if nobody knew of steps."""
-    whole = with_messages(schedule(name, ranks, number * steps))
+    depth = SCHEDULES[name].depth(ranks)
+    steps = 1 + round(rounds * (ranks + depth))
+    whole = with_messages(schedule(name, ranks, number, steps=steps))
+    parts = [(index, min(depth, steps - 1 - index)) for index in range(max(1, steps - depth + 1))]
     for rank in range(ranks):
         found = [
             numbered(step, index * number)
-            for index in range(steps)
-            for step in segment(name, ranks, number, index > 0, index < steps - 1)[rank]
+            for index, following in parts
+            for step in segment(name, ranks, number, index, following)[rank]
         ]
         assert found == [numbered(step, 0) for step in whole[rank]]
 
 
+@dataclass
+class Counted:
+    """What a rank holds at most of the steps of a run, by its list of actions."""
+
+    versions: int = 0
+    gradients: int = 0
+    at_an_end: int = 0
+
+
+def counted(name: ScheduleName, ranks: int, rank: int, number: int, steps: int) -> Counted:
+    """Walk a rank's actions: which versions steps need, which updates are made, and which gradients wait for them."""
+    spec, found = SCHEDULES[name], Counted()
+    end, late = end_of_step(name, ranks, number), spec.delay(rank, ranks)
+    under_way: dict[int, int] = {}  # step -> its version
+    waiting: set[int] = set()
+    newest = 0
+    for action in schedule(name, ranks, number, steps=steps).ranks[rank]:
+        step, place = divmod(action.microbatch, number)
+        if action.kind is Kind.FORWARD:
+            if not spec.updates_at_once and action.microbatch >= end and (action.microbatch - end) % number == 0:
+                waiting.remove(newest)
+                newest += 1
+            if place == 0:
+                under_way[step] = max(step - late, 0)
+                assert under_way[step] == newest, "a step takes what is newest when it enters the stage"
+        else:
+            waiting.add(step)
+        versions = len({*under_way.values(), newest})
+        if newest + spec.depth(ranks) < steps:
+            found.versions, found.gradients = max(found.versions, versions), max(found.gradients, len(waiting))
+        found.at_an_end = max(found.at_an_end, versions + len(waiting))
+        if action.kind is Kind.BACKWARD and place == number - 1:
+            del under_way[step]
+            if spec.updates_at_once:
+                waiting.remove(newest)
+                newest += 1
+    return found
+
+
 @pytest.mark.parametrize("name", AHEAD)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_versions_held_and_idle_slots(name, ranks: int) -> None:
-    """From the first forward to the last backward of a step its version is held; a run idles once, not once a step."""
-    for number, steps in product((ranks, 2 * ranks + 1), (1, 4)):
-        of = schedule(name, ranks, number * steps)
-        for actions in of.ranks:
-            first, last = dict[int, int](), dict[int, int]()
-            for place, action in enumerate(actions):
-                step = action.microbatch // number
-                first.setdefault(step, place)
-                last[step] = place
-            held = [sum(first[step] <= place <= last[step] for step in first) for place in range(len(actions))]
-            assert max(held) <= SCHEDULES[name].versions
-            # The update of a step is made before the first forward that needs it, and after its last backward.
-            assert all(last[step] < first[step + 2] for step in range(steps - 2))
+def test_versions_activations_and_idle_slots(name: ScheduleName, ranks: int) -> None:
+    """Every rank's list holds what the record says; a run idles once, not once a step."""
+    spec = SCHEDULES[name]
+    fewest = spec.fewest(ranks)
+    for number in (fewest, 2 * fewest + 1) if ranks < 10 else (fewest,):
+        steps = 2 * spec.depth(ranks) + 2
+        of = schedule(name, ranks, number, steps=steps)
+        for rank, actions in enumerate(of.ranks):
+            found = counted(name, ranks, rank, number, steps)
+            assert found.versions == spec.versions(rank, ranks)
+            assert found.gradients == spec.gradients(rank, ranks)
+            # What is added up and the version that it is made with: a microbatch's gradients come before that goes.
+            assert found.at_an_end <= spec.versions(rank, ranks) + spec.gradients(rank, ranks) + 1
+            assert most_in_flight(actions) == spec.in_flight(ranks, rank, number, 2)
         times = simulate(of, lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0)
         theory = bubble_in_theory(name, ranks, number, steps=steps)
         assert bubble_fraction(of, times) == pytest.approx(theory, abs=1e-12)
         assert theory == pytest.approx((ranks - 1) / (number * steps + ranks - 1))
     assert bubble_in_theory("1f1b", ranks, ranks, steps=4) == bubble_in_theory("1f1b", ranks, ranks)
+
+
+def test_how_late_stages_are() -> None:
+    names: list[ScheduleName] = ["1f1b", *AHEAD]
+    late = {name: [SCHEDULES[name].delay(stage, 4) for stage in range(4)] for name in names}
+    assert late == {"1f1b": [0] * 4, "2bw": [1] * 4, "pipedream": [3, 2, 1, 0], "pipedream_sync": [3] * 4}
+    assert [SCHEDULES[name].depth(4) for name in names] == [0, 1, 4, 4]
+
+
+def test_versions_in_a_ring() -> None:
+    """Steps take those of as many updates before; what is skipped makes what was there, and what is needed stays."""
+    model = nn.Linear(1, 1, bias=False)
+    made = [{"weight": nn.Parameter(torch.tensor([[float(n)]]))} for n in range(6)]
+    ring = Ring(model, {"weight": ["weight"]}, 2)
+    ring.start(made[0])
+
+    def seen(step: int | None) -> float:
+        ring.install(step)
+        return model.weight.item()
+
+    assert [seen(step) for step in (0, 1, 2)] == [0, 0, 0]
+    ring.put(1, made[1])
+    ring.fill(2)
+    ring.put(3, made[3])
+    assert [seen(step) for step in (2, 3, 4, 5, None)] == [0, 1, 1, 3, 3]
+    assert {age: version["weight"].item() for age, version in ring.older(3).items()} == {1: 1, 2: 1}
+    assert ring.needs_newest
+    for step in range(6):
+        ring.drop(step)
+    assert not ring.needs_newest
 
 
 def test_too_few_microbatches_are_refused() -> None:

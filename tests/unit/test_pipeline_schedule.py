@@ -154,7 +154,7 @@ def test_formulas_of_the_papers() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "number"), [(2, 4), (3, 6), (4, 8), (8, 24)])
 def test_activations_in_flight_are_the_published_ones(name: ScheduleName, ranks: int, number: int) -> None:
-    of = schedule(name, ranks, number)
+    of = schedule(name, ranks, number, steps=SCHEDULES[name].depth(ranks) + 1)
     found = [most_in_flight(actions) for actions in of.ranks]
     assert found == [in_flight_in_theory(name, ranks, number, rank) for rank in range(ranks)]
 
@@ -179,6 +179,7 @@ def test_a_schedule_is_one_record() -> None:
         "zero=2": {"zero": 2},
         "zero=3": {"zero": 3},
         "compile": {"compile": True},
+        "precision=fp16": {"precision": "fp16"},
         "gemini.budget": {"gemini": GeminiConfig("1MB")},
     }
     for name, spec in SCHEDULES.items():
@@ -219,6 +220,8 @@ def test_rows_are_cut_nearly_evenly() -> None:
     assert PipelineConfig(microbatches=4).microbatch_rows(11, 2) == [3, 3, 3, 2]
     assert PipelineConfig().microbatch_rows(24, 2) == [3] * 8
     assert PipelineConfig().microbatch_rows(3, 2) == [1] * 3
+    assert PipelineConfig("pipedream").microbatch_rows(24, 2) == [24]
+    assert PipelineConfig("pipedream_sync", microbatches=2).microbatch_rows(3, 2) == [2, 1]
 
 
 @pytest.mark.parametrize(

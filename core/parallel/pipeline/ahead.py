@@ -1,131 +1,193 @@
-"""A pipeline that does not stop between steps: it begins the next one where a step's end would leave it idle.
+"""A pipeline that does not stop between steps: it begins the next ones where a step's end would leave it idle.
 
-`2bw` (Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training, section 3.1): microbatches of step t run,
-forwards and backwards, on the weights that t - 1 updates have made, and of them comes update t + 1:
+Microbatches of step t run, forwards and backwards, on weights that d updates before it have not yet reached, and of
+them comes update t + 1:
 
-    w(t + 1) = w(t) - lr update(grad f(w(max(t - 1, 0))))       f: the loss of the whole batch of step t, t = 0, 1, …
+    w(t + 1) = w(t) - lr update(grad f(w(max(t - d, 0))))       f: the loss of the whole batch of step t, t = 0, 1, …
 
-So a step's weights are there before the step before it ends, and the actions of many steps are those of one long 1f1b.
-They are cut into steps at one forward (`segment`): that of microbatch n - 1 of the next step, on each stage.
+    2bw             d = 1: a step has at least as many microbatches as there are stages (Narayanan et al. 2021,
+                    Memory-Efficient Pipeline-Parallel DNN Training, section 3.1)
+    pipedream       d = n - 1 - s on stage s of n: f is taken where each stage's weights are as late as they are
+                    (Narayanan et al. 2019, PipeDream, section 3.3, weight stashing)
+    pipedream_sync  d = n - 1 on all stages (PipeDream, section 3.3, vertical sync)
 
-    stage 1 of 2, m = 3   F(t,2) B(t,1) F(t+1,0) B(t,2) | gradients of t whole | F(t+1,1) | update t, then step t + 1
+So a step's weights are there before the steps before it end, and the actions of many steps are those of one long 1f1b.
+They are cut into steps at one forward (`segment`): that of microbatch e of a step and those that follow, with e the
+first that stage 0 runs behind the step's last backward.
 
-Versions are parameters of their own (`Replicas.replace_parameters`): the graph of a forward holds those that it was
-made of, a block that is computed again has them put in its place, and none is written once it has been read.
+    stage 1 of 2, m = 3, 2bw   F(t,2) B(t,1) F(t+1,0) B(t,2) | gradients of t whole, sums are there | F(t+1,1) …
 
 The norm of a step's gradients, and whether they are finite, is of all stages. The numbers of each stage (`Tally`) ride
 back with the gradient of the step's last microbatch, added up; the first stage then knows the sums, and they ride on
-with the activations of that microbatch n - 1: m >= n, so it comes before any forward that needs the update.
+with the activations of microbatch e. That comes before any forward that needs the update under 2bw and pipedream_sync;
+gradients of the steps between wait for it. Under pipedream a stage updates when it has a step's gradients
+(`Work.update`), and the sums are only told. A parameter of several stages is one there, too: everywhere as late as on
+the first, n - 1 updates. The copy's gradient goes to its owner with the step's last backward there, and the value comes
+back before microbatch e does.
 
 A step after which something else looks at the weights (a checkpoint, an evaluation, the end) begins no other. Versions
 are told by number, not by time, so it learns the same as one that does; it pays 1f1b's bubble once.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from core.config import UserError
 from core.layout import detached, local
 from core.mesh import host_group
+from core.parallel.correction import CORRECTIONS
 from core.parallel.data import DataParallel, Replicas
 from core.parallel.parallel_model import Work
 from core.parallel.pipeline.messages import Message, Step, with_messages
-from core.parallel.pipeline.run import Key, Pipeline, PipelineStep
-from core.parallel.pipeline.schedule import Action, B, F, Kind, PipelineConfig, ScheduleName, schedule
+from core.parallel.pipeline.run import Pipeline, PipelineStep
+from core.parallel.pipeline.schedule import SCHEDULES, Action, F, Kind, PipelineConfig, ScheduleName, schedule
 from core.parallel.pipeline.shapes import Parcel
 from core.parallel.pipeline.stages import Stages
-from core.placement.table import parameter_names, set_parameter
+from core.parallel.pipeline.versions import Ring, Version
+from core.placement.table import parameter_names
 
-Version = dict[str, nn.Parameter]
+
+def end_of_step(name: ScheduleName, num_ranks: int, number: int) -> int:
+    """The microbatch, counted from a step's first, before whose forward the step ends on every stage."""
+    return number + SCHEDULES[name].ahead(num_ranks, 0, number)
 
 
 @lru_cache
 def segment(
-    name: ScheduleName, num_ranks: int, number: int, begun: bool, goes_on: bool
+    name: ScheduleName, num_ranks: int, number: int, before: int, following: int
 ) -> tuple[tuple[Step, ...], ...]:
-    """Each rank's actions and exchanges of a step; microbatches from `number` on are those of the next step.
+    """Each rank's actions and exchanges of a step; microbatches are counted from its first one.
 
-    begun    by the step before
-    goes_on  begins the next one
+    before     steps since nothing was under way; more than `num_ranks` make no difference
+    following  steps after it that are known; fewer than the schedule's depth: it runs all of them to their end
     """
-    steps = begun + 1 + goes_on
-    ranks = with_messages(schedule(name, num_ranks, number * steps))
-    first = number * begun
+    before = min(before, num_ranks)
+    ranks = with_messages(schedule(name, num_ranks, number, steps=before + 1 + following))
+    first, end = number * before, end_of_step(name, num_ranks, number)
+    goes_on = following == SCHEDULES[name].depth(num_ranks)
     found = []
     for rank, whole in enumerate(ranks):
-        start = whole.index(F(first + num_ranks - 1, rank)) + 1 if begun else 0
-        stop = whole.index(F(first + number + num_ranks - 1, rank)) + 1 if goes_on else len(whole)
-        found.append(tuple(_earlier(step, first) for step in whole[start:stop]))
+        start = whole.index(F(first - number + end, rank)) if before else 0
+        stop = whole.index(F(first + end, rank)) if goes_on else len(whole)
+        found.append(tuple(_later(step, -first) for step in whole[start:stop]))
     return tuple(found)
 
 
-def _earlier(step: Step, number: int) -> Step:
-    """The same of microbatches that come so many before."""
+def _later(step: Step, number: int) -> Step:
+    """The same of microbatches that come so many later."""
     if isinstance(step, Action):
-        return replace(step, microbatch=step.microbatch - number)
-    return tuple(replace(m, action=replace(m.action, microbatch=m.action.microbatch - number)) for m in step)
-
-
-def _key_earlier(key: Key, number: int) -> Key:
-    is_forward, cut, microbatch = key
-    return is_forward, cut, microbatch - number
+        return replace(step, microbatch=step.microbatch + number)
+    return tuple(replace(m, action=replace(m.action, microbatch=m.action.microbatch + number)) for m in step)
 
 
 class AheadPipeline(Pipeline):
     """A pipeline whose steps overlap, where they are run by `run_ahead`; by `run` they learn the same one by one.
 
-    older   the parameters of the step that runs
-    newest  those of the next step, and of evaluations: what the masters' last `publish` made
+    rings   versions of its parameters: of its own, and of those that it shares with other stages where these are later
+    taken   those that another stage updates, and this one is told of when a step ends; None where a step's end tells of
+            them with the rest
+    step    steps that are over
     """
 
     def __init__(self, inner: DataParallel, stages: Stages, config: PipelineConfig):
         assert isinstance(inner, Replicas), "what has no whole parameters is refused by the schedule"
-        self.replicas = inner
-        names = [names for names in parameter_names(inner.model) if names[0] in inner.masters]
-        self._places = {of[0]: of for of in names}
-        self.installed = self.older = self.newest = dict(inner.parameters)
+        self.replicas, self.spec, self.step = inner, SCHEDULES[config.schedule], 0
+        self.updates_at_once, self.depth = self.spec.updates_at_once, self.spec.depth(stages.num_stages)
         self._flight: Flight | None = None
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._waiting = deque[dict[str, Tensor | None]]()  # gradients of steps that wait for their sums
+        self._sent = deque[tuple[dist.Work, Tensor]]()
+        self._evaluated: list[Version] | None = None
+        self._make_rings(stages)
         super().__init__(inner, stages, config)
-        self.older = self.newest
+        for ring in self.rings:
+            ring.start(ring.newest)
+        self._require_one_delay()
+        self.correction = config.correct(self.masters, self.rank, stages.num_stages)
+
+    def _require_one_delay(self) -> None:
+        """Raises UserError where a correction would be of masters of one stage that are late by other numbers."""
+        apart = [name for name, (owner, *_) in self._shared() if owner] if self.updates_at_once else []
+        if apart and self.config.correction != "none":
+            raise UserError(
+                f"pipeline.correction={self.config.correction} with pipeline.schedule={self.config.schedule}: "
+                f"'{apart[0]}' is shared by stages of which none is the first, and later than what is beside it; use "
+                "--pipeline.schedule pipedream_sync or 2bw, or no correction"
+            )
+
+    def _make_rings(self, stages: Stages) -> None:
+        inner = self.replicas
+        names = [names for names in parameter_names(inner.model) if names[0] in inner.masters]
+        late, num_stages = self.spec.delay(stages.rank, stages.num_stages), stages.num_stages
+        holders = {of[0]: stages.shared.get(of[0], [stages.rank]) if self.updates_at_once else [] for of in names}
+        kinds: dict[tuple[int, bool], dict[str, list[str]]] = {}
+        for of in names:
+            shared = len(holders[of[0]]) > 1
+            kind = self.spec.delay(0, num_stages) if shared else late, shared and holders[of[0]][0] != stages.rank
+            kinds.setdefault(kind, {})[of[0]] = of
+        rings = {kind: Ring(inner.model, places, kind[0]) for kind, places in kinds.items()}
+        self.rings = list(rings.values())
+        self.taken = next((ring for (_, is_taken), ring in rings.items() if is_taken), None)
+        for ring in self.rings:
+            ring.start(inner.parameters)
 
     @property
     def ahead(self) -> "AheadPipeline":
         return self
 
-    def install(self, version: Version) -> None:
-        """Let the model compute with these parameters."""
-        if version is self.installed:
-            return
-        for name, places in self._places.items():
-            for place in places:
-                set_parameter(self.model, place, version[name])
-        self.installed = version
+    @property
+    def newest(self) -> dict[str, Tensor]:
+        """The parameters of evaluations: what the last updates have made."""
+        return {name: parameter for ring in self.rings for name, parameter in ring.newest.items()}
+
+    def install(self, step: int | None) -> None:
+        """Let the model compute with the parameters of a step; None: with the newest."""
+        for ring in self.rings:
+            ring.install(step)
+
+    def drop(self, step: int) -> None:
+        """The step's last backward on this stage is over."""
+        for ring in self.rings:
+            ring.drop(step)
 
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         assert self._flight is None, "a step is under way"
-        self.install(self.older)
+        self._fill()
+        self.install(self.step)
         total = super().run(microbatches, loss, scale)
-        self.older = self.newest
+        self.drop(self.step)
+        self.step += 1
         return total
 
-    def run_ahead(self, work: Work, following: Work | None) -> Tensor:
-        self.config.check_microbatches(len(work.microbatches), self.axis.size())
-        goes_on = following is not None and len(following.microbatches) == len(work.microbatches)
+    def run_ahead(self, work: Work, following: Sequence[Work]) -> Tensor:
+        number = len(work.microbatches)
+        self.config.check_microbatches(number, self.axis.size())
+        alike = takewhile(lambda one: len(one.microbatches) == number, following[: self.depth])
+        self._fill()
         flight = self._flight or Flight(self, work)
-        flight.run(following if goes_on else None)
-        self._flight = flight if goes_on else None
-        self.older = self.newest
-        self.install(self.newest)
-        sums = flight.sums()
-        if not goes_on:
-            dist.all_reduce(sums, group=self.group)
+        sums = flight.run(work, list(alike))
+        self._flight = flight if flight.under_way else None
+        self.step += 1
+        if not self.updates_at_once:
+            for name, gradient in self._waiting.popleft().items():
+                self.masters[name].grad = gradient
+        elif self.taken is not None:
+            self._take_shared()
+            self._renew([self.taken], self.step)
+        self.install(None)
         return sums
+
+    def _fill(self) -> None:
+        """Updates up to here that nothing was published of were skipped."""
+        for ring in self.rings:
+            ring.fill(self.step)
 
     def reduce(self) -> None:
         """Complete the gradients of a step on this stage, and begin to add up those of the next one."""
@@ -133,27 +195,62 @@ class AheadPipeline(Pipeline):
         self._reduce_shared()
         self.replicas.begin_step()
 
+    def put_aside(self) -> None:
+        """Let a step's gradients wait for its end."""
+        self._waiting.append({name: master.grad for name, master in self.masters.items()})
+        self.release()
+
+    def update_stage(self, step: int, update: Callable[[Tensor], bool], sums: Tensor) -> None:
+        """A step's update of this stage alone, which has its gradients."""
+        own, updates = [ring for ring in self.rings if ring is not self.taken], step + 1
+        if update(sums):
+            with self.correction.looking_ahead():
+                self._give_shared()
+                self._renew(own, updates)
+        else:
+            self.correction.skip()
+            with self.correction.looking_ahead():
+                self._give_shared()
+            for ring in own:
+                ring.fill(updates)
+        self.release()
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         self._own_memory()
-        optimizer.step()
+        self.correction.update(optimizer, optimizer.step)
 
     def release(self) -> None:
         for master in self.replicas.masters.values():
             master.grad = None
 
-    @torch.no_grad()
     def publish(self) -> None:
-        self._own_memory()
-        self._publish_shared()
-        self.newest = self.replicas.replace_parameters(shares=True)
-        self.install(self.newest)
-        self.replicas.publish()
+        with self.correction.looking_ahead():
+            self._publish_shared()
+            self._renew(self.rings, self.step)
+
+    @torch.no_grad()
+    def _renew(self, rings: Iterable[Ring], updates: int) -> None:
+        """Make of the masters the version that so many updates have made."""
+        rings = list(rings)
+        names = frozenset(name for ring in rings for name in ring.places)
+        made = self.replicas.replace_parameters(shares=True, names=names)
+        for ring in rings:
+            ring.put(updates, made)
+            ring.install(None)
+        self.replicas.publish(names)
+        self._evaluated = None
 
     def _own_memory(self) -> None:
-        """Masters that a version shares its memory with go on in memory of their own."""
-        memory = {local(p.detach()).untyped_storage().data_ptr() for p in self.newest.values()}
+        """Masters go on in memory of their own that share it with a version that is still needed, or hold all of it."""
+        memory = {
+            local(p.detach()).untyped_storage().data_ptr(): ring.needs_newest
+            for ring in self.rings
+            for p in ring.newest.values()
+        }
         for master in self.replicas.masters.values():
-            if master.numel() and master.untyped_storage().data_ptr() in memory:
+            whole = master.untyped_storage()
+            needed = memory.get(whole.data_ptr())
+            if master.numel() and needed is not None and (needed or whole.nbytes() > master.nbytes):
                 master.data = master.data.clone()
 
     # --- versions in checkpoints --------------------------------------------------------------------------------------
@@ -161,12 +258,27 @@ class AheadPipeline(Pipeline):
     @property
     @torch.no_grad()
     def stashed(self) -> dict[str, Tensor]:
-        if self.older is self.newest:
-            newest, self.older = self.newest, self.replicas.replace_parameters(shares=False)
-            self.replicas.parameters = dict(newest)
-            for name, parameter in self.older.items():
-                local(parameter).copy_(local(newest[name]))
-        return {name: detached(parameter) for name, parameter in self.older.items()}
+        """age/name -> what so many updates before the last have made of a parameter."""
+        assert self._flight is None, "versions are saved when no step is under way"
+        self._fill()
+        found = {}
+        for ring in self.rings:
+            seen = {id(ring.newest)}
+            for age, version in ring.older(self.step).items():
+                if id(version) in seen:  # no update between the two: to be loaded each needs its memory
+                    version = self._copied(version)
+                    ring.replace(self.step, age, version)
+                seen.add(id(version))
+                found |= {f"{age}/{name}": detached(parameter) for name, parameter in version.items()}
+        return found
+
+    def _copied(self, version: dict[str, Any]) -> dict[str, Any]:
+        newest = dict(self.replicas.parameters)
+        copy = self.replicas.replace_parameters(shares=False, names=frozenset(version))
+        self.replicas.parameters = newest
+        for name, parameter in version.items():
+            local(copy[name]).copy_(local(parameter))
+        return {name: copy[name] for name in version}
 
     # --- parameters that stages share: messages that nobody waits for before they are due ----------------------------
 
@@ -187,21 +299,38 @@ class AheadPipeline(Pipeline):
                     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def _publish_shared(self) -> None:
+        self._give_shared()
+        self._take_shared()
+
+    def _give_shared(self) -> None:
+        """Send the values of what this stage updates for others."""
         for name, (owner, *copies) in self._shared():
-            if self.rank == owner:
-                for copy in copies:
-                    self._send_shared(self.replicas.masters[name].detach(), copy)
-            elif self.rank in copies:
+            for copy in copies if self.rank == owner else ():
+                self._send_shared(self.replicas.masters[name].detach(), copy)
+
+    @torch.no_grad()
+    def _take_shared(self) -> None:
+        """Receive the values of what another stage updates."""
+        self._own_memory()
+        for name, (owner, *copies) in self._shared():
+            if self.rank in copies:
                 master = self.replicas.masters[name]
                 master.copy_(self._receive_shared(torch.empty_like(master), owner))
 
     def _send_shared(self, tensor: Tensor, rank: int) -> None:
-        """By the host's group: between the same ranks activations travel in an order of their own."""
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait()
+        """By the host's group: between the same ranks activations travel in an order of their own.
+
+        What is on its way are messages of as many steps as overlap: the other stage takes each when its step is due.
+        """
+        a_step = sum(
+            len(copies) if owner == self.rank else self.rank in copies for _, (owner, *copies) in self._shared()
+        )
+        while len(self._sent) >= self.depth * a_step:
+            self._sent.popleft()[0].wait()
         own = tensor.to("cpu", copy=True).contiguous()
-        self._sent = [(dist.isend(own, self.ranks[rank], group=host_group(self.mesh)), own)]
+        work = dist.isend(own, self.ranks[rank], group=host_group(self.mesh))
+        assert work is not None, "this rank is in the group of all"
+        self._sent.append((work, own))
 
     def _receive_shared(self, tensor: Tensor, rank: int) -> Tensor:
         received = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -212,95 +341,137 @@ class AheadPipeline(Pipeline):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         assert self._flight is None, "a model is evaluated when no step is under way"
-        self.install(self.newest)
+        self.install(None)
+        if self._computes_elsewhere:
+            for ring, version in zip(self.rings, self._masters_versions(), strict=True):
+                ring.show(version)
         return super()._evaluate(*args, **kwargs)
+
+    @property
+    def _computes_elsewhere(self) -> bool:
+        """Whether steps compute with other values than the masters' on any stage."""
+        make, stages = CORRECTIONS[self.config.correction].make, self.stages.num_stages
+        return any(make.leads(self.spec.delay(stage, stages)) for stage in range(stages))
+
+    @torch.no_grad()
+    def _masters_versions(self) -> list[Version]:
+        """The masters' own values, ring by ring, where steps compute with others on any stage."""
+        if self._evaluated is None:
+            before = dict(self.replicas.parameters)
+            self._publish_shared()
+            made = self.replicas.replace_parameters(shares=True, names=frozenset(before))
+            self.replicas.publish()
+            self.replicas.parameters = before
+            self._evaluated = [{name: made[name] for name in ring.places} for ring in self.rings]
+        return self._evaluated
 
 
 class Flight(PipelineStep):
-    """Steps that overlap: what was received and computed of this one and the next, and is still needed."""
+    """Steps that overlap, since nothing was under way: what was received and computed of them, and is still needed.
+
+    Microbatches are numbered through, and steps counted, from the first of them.
+    """
 
     def __init__(self, pipeline: AheadPipeline, work: Work):
-        self.ahead, self.number = pipeline, len(work.microbatches)
-        super().__init__(pipeline, pipeline.schedule(self.number), work.microbatches, work.loss, work.scale)
-        self.work = work
-        self.following: Work | None = None
-        self.begun = False
-        self.stage = pipeline.rank
-        self.totals = [self.total, torch.zeros_like(self.total)]
-        self.last = B(self.number - 1, self.stage)
-        self.figures: Tensor | None = None  # the sums of this step's tally, as far as they have come
-        self.down: Tensor | None = None  # those of the step before, which are to go on to the next stage
-        self.rides: dict[Action, Tensor] = {}
+        self.ahead, self.number, self.stage = pipeline, len(work.microbatches), pipeline.rank
+        super().__init__(pipeline, pipeline.schedule(self.number), (), work.loss, work.scale)
+        self.first = pipeline.step  # of the pipeline's steps
+        self.step = self.known = 0  # steps that are over; those of which the work is known
+        self.works: dict[int, Work] = {}
+        self.totals: dict[int, Tensor] = {}
+        self.behind: dict[int, Tensor] = {}  # a step's tally: of the stages behind,
+        self.so_far: dict[int, Tensor] = {}  # of these and this one,
+        self.sums: dict[int, Tensor] = {}  # and of all
+        self.drained = False
+        self.end = end_of_step(pipeline.config.schedule, self.of.num_stages, self.number)
 
-    def run(self, following: Work | None) -> None:
-        """Run the step, and begin `following`."""
-        if self.begun:
-            self._advance()
-        self.following = following
-        if following is not None:
-            self.microbatches = [*self.work.microbatches, *following.microbatches]
-            self.signatures = [*self.signatures, *self.signatures_of(following.microbatches)]
-        steps = segment(self.ahead.config.schedule, self.of.num_stages, self.number, self.begun, following is not None)
-        for what in steps[self.stage]:
+    @property
+    def under_way(self) -> bool:
+        return self.step < self.known
+
+    def run(self, work: Work, following: Sequence[Work]) -> Tensor:
+        """Run a step to its end, and what the schedule has before that of those that follow.  Returns its sums."""
+        step = self.step
+        self._learn_of([work, *following])
+        if not self.drained:
+            self._advance(len(following))
+        self.step += 1
+        for known in (self.works, self.totals, self.so_far):
+            known.pop(step, None)
+        self.sums.pop(step - 1, None)
+        for microbatch in range(step * self.number, (step + 1) * self.number):
+            del self.microbatches[microbatch], self.signatures[microbatch]
+        return self.sums[step].clone()
+
+    def _learn_of(self, works: Sequence[Work]) -> None:
+        for step, work in enumerate(works, self.step):
+            if step < self.known:
+                assert self.works[step] is work, "a step that was begun is another one now"
+                continue
+            assert not self.drained, "a step comes behind those that were to be the last"
+            self.works[step], self.totals[step] = work, torch.zeros_like(self.total)
+            numbers = range(step * self.number, (step + 1) * self.number)
+            self.microbatches |= dict(zip(numbers, work.microbatches, strict=True))
+            self.signatures |= dict(zip(numbers, self.signatures_of(work.microbatches), strict=True))
+            self.known = step + 1
+
+    def _advance(self, following: int) -> None:
+        steps = segment(self.ahead.config.schedule, self.of.num_stages, self.number, self.step, following)
+        for step in steps[self.stage]:
+            what = _later(step, self.step * self.number)
             if isinstance(what, Action):
                 self.compute(what)
             else:
                 self.exchange(what)
-        self.begun = following is not None
-        if not self.begun:
-            self.finish()
-
-    def sums(self) -> Tensor:
-        """The tally's, over this stage and those of which they have come."""
-        assert self.figures is not None
-        return self.figures.clone()
-
-    def _advance(self) -> None:
-        """The step that was begun is now the one that runs."""
-        assert self.following is not None
-        n, self.work = self.number, self.following
-        self.microbatches, self.signatures = self.work.microbatches, self.signatures[n:]
-        self.totals = [self.totals[1], torch.zeros_like(self.total)]
-        self.held = {(stage, microbatch - n): held for (stage, microbatch), held in self.held.items()}
-        self.passed = {_key_earlier(key, n): parcel for key, parcel in self.passed.items()}
-        self.coming = {_key_earlier(key, n): parcel for key, parcel in self.coming.items()}
-        self.down, self.figures = self.figures, None
+        if following == self.ahead.depth:
+            self._receive(F(self.step * self.number + self.end, self.stage))
+            return
+        self.drained = True
+        self.finish()
+        # In the order in which they ride otherwise, so that a pause changes no digit.
+        rest = torch.stack([self.so_far[step] for step in range(self.step, self.known)])
+        dist.broadcast(rest, self.ahead.ranks[0], group=self.ahead.group)
+        self.sums |= dict(zip(range(self.step, self.known), rest.unbind(), strict=True))
 
     def compute(self, action: Action) -> None:
-        is_next = action.microbatch >= self.number
-        work = self.following if is_next else self.work
-        assert work is not None
-        self.loss, self.scale, self.total = work.loss, work.scale, self.totals[is_next]
-        self.ahead.install(self.ahead.newest if is_next else self.ahead.older)
+        step, place = divmod(action.microbatch, self.number)
+        work = self.works[step]
+        self.loss, self.scale, self.total = work.loss, work.scale, self.totals[step]
+        self.ahead.install(self.first + step)
         super().compute(action)
-        if action.kind is Kind.FORWARD:
-            if action.microbatch % self.number == self.number - 1:
-                work.tally.forwarded()
-            if action.microbatch == self._last_begun and self.stage:
-                self.figures = self.rides.pop(F(action.microbatch, self.stage - 1))
-        elif action == self.last:
-            self.ahead.reduce()
-            self.figures = work.tally.of_stage(self.total)
-            if (behind := self.rides.pop(B(action.microbatch, self.stage + 1), None)) is not None:
-                self.figures = self.figures + behind
+        if place == self.number - 1 and action.kind is Kind.FORWARD:
+            work.tally.forwarded()
+        elif place == self.number - 1:
+            self._complete(step, work)
 
-    @property
-    def _last_begun(self) -> int:
-        """The microbatch of the next step whose forward ends this one; its activations bring the sums of this step."""
-        return self.number + self.of.num_stages - 1
+    def is_last(self, action: Action) -> bool:
+        return action.microbatch % self.number == self.number - 1
+
+    def _complete(self, step: int, work: Work) -> None:
+        """The step's last backward on this stage is over."""
+        self.ahead.drop(self.first + step)
+        self.ahead.reduce()
+        own, behind = work.tally.of_stage(self.total), self.behind.pop(step, None)
+        self.so_far[step] = own if behind is None else own + behind
+        if self.stage == 0:
+            self.sums[step] = self.so_far[step]
+        if self.ahead.updates_at_once:
+            assert work.update is not None, "a stage updates at once, and the work does not say how"
+            self.ahead.update_stage(self.first + step, work.update, own)
+        else:
+            self.ahead.put_aside()
 
     def beside(self, message: Message) -> Parcel:
         sends, microbatch = message.sender == self.stage, message.action.microbatch
         if message.is_forward:
-            if sends and self.begun and microbatch == self._last_begun - self.number:
-                assert self.down is not None
-                return (self.down,)
-            if sends or microbatch != self._last_begun:
-                return ()
-        elif microbatch != self.number - 1 or self.following is None:
+            step, place = divmod(microbatch - self.end, self.number)
+            rides, sent = self.sums, self.sums
+        else:
+            step, place = divmod(microbatch + 1 - self.number, self.number)
+            rides, sent = self.behind, self.so_far
+        if step < 0 or place:
             return ()
-        elif sends:
-            assert self.figures is not None
-            return (self.figures,)
-        self.rides[message.action] = torch.empty(self.work.tally.size, dtype=torch.float64, device=self.total.device)
-        return (self.rides[message.action],)
+        if not sends:
+            size = self.works[self.step].tally.size
+            rides[step] = torch.empty(size, dtype=torch.float64, device=self.total.device)
+        return ((sent if sends else rides)[step],)

@@ -107,6 +107,10 @@ class Pipeline(ParallelModel):
         return self.config.schedule
 
     @property
+    def blocks_of_stages(self) -> list[int]:
+        return [len(blocks) for blocks in self.stages.ranges]
+
+    @property
     def device_peak_bytes(self) -> int | None:
         return self.inner.device_peak_bytes
 
@@ -319,8 +323,9 @@ class PipelineStep:
         self, pipeline: Pipeline, of: Schedule, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float
     ):
         self.pipeline, self.stages, self.of = pipeline, pipeline.stages, of
-        self.microbatches, self.loss, self.scale = microbatches, loss, scale
-        self.signatures = self.signatures_of(microbatches)
+        self.loss, self.scale = loss, scale
+        self.microbatches = dict[int, Any](enumerate(microbatches))
+        self.signatures = dict[int, Any](enumerate(self.signatures_of(microbatches)))
         self.total = torch.zeros((), dtype=torch.float64, device=pipeline.mesh.device_type)
         self.held: dict[tuple[int, int], _Held] = {}
         self.passed: dict[Key, Parcel] = {}  # results of this rank that a stage waits for, here or elsewhere
@@ -344,7 +349,7 @@ class PipelineStep:
         elif action.kind is Kind.INPUT:
             self._input(action, self.held[key])
         else:
-            with self._backward_of(action, last=action == self.last):
+            with self._backward_of(action, last=self.is_last(action)):
                 split = self.held.pop(key).split
                 assert split is not None
                 split.weights()
@@ -352,6 +357,10 @@ class PipelineStep:
             if self.total.is_cuda:
                 torch.cuda.synchronize()
             self.pipeline.observe(action, begin, time.perf_counter())
+
+    def is_last(self, action: Action) -> bool:
+        """Whether gradients of the step are complete on this rank when it ends."""
+        return action == self.last
 
     def _forward(self, action: Action) -> _Held:
         stage, microbatch = action.stage, action.microbatch
@@ -383,7 +392,7 @@ class PipelineStep:
     def _backward(self, action: Action, held: _Held) -> None:
         gradient = self._gradient(action, held)
         if isinstance(held.output, GradientEdge) or held.output.requires_grad:
-            with self._backward_of(action, last=action == self.last):
+            with self._backward_of(action, last=self.is_last(action)):
                 torch.autograd.backward(held.output, gradient)
         if action.stage:
             assert held.entrance is not None

@@ -20,6 +20,10 @@ waits for: W fills what would be a bubble.
     2bw          1f1b that goes on with the next step's microbatches where it would idle, on weights that are one update
                  old: without a bubble, with two versions of the weights (Narayanan et al. 2021, Memory-Efficient
                  Pipeline-Parallel DNN Training, section 3.1)
+    pipedream    the same with stages that each update when they have a step's gradients, on weights that are as many
+                 updates old as there are stages behind (Narayanan et al. 2019, PipeDream, section 3.3, weight stashing)
+    pipedream_sync  the same with weights of one update on all stages: that which the first had when the step entered
+                 (PipeDream, section 3.3, vertical sync)
 
 `simulate` runs a schedule on a clock. It raises where ranks would wait for one another for ever.
 """
@@ -31,9 +35,12 @@ from functools import cached_property, lru_cache
 from itertools import dropwhile
 from typing import Literal
 
-from core.config import UserError
+from torch import Tensor
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "2bw"]
+from core.config import UserError
+from core.parallel.correction import CORRECTIONS, Correction, CorrectionName
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "2bw", "pipedream", "pipedream_sync"]
 MICROBATCHES_PER_STAGE = 4
 
 
@@ -43,15 +50,27 @@ class PipelineConfig:
 
     schedule: ScheduleName = "1f1b"
     """order of forwards and backwards: gpipe, 1f1b, interleaved; without most of the bubble zb-h1 and zbv; without any
-    and with gradients of weights that are one update old 2bw"""
+    and with gradients of weights that are one update old 2bw, as many as there are stages behind pipedream, alike on
+    all stages pipedream_sync"""
     microbatches: int | None = None
-    """microbatches of a step on one rank; None: as --microbatch cuts the rows, or else four a stage"""
+    """microbatches of a step on one rank; None: as --microbatch cuts the rows, or else four a stage, of pipedream and
+    pipedream_sync one"""
     chunks: int = 2
     """stages of one rank under interleaved; zbv has two, the others one"""
     split: tuple[int, ...] = ()
     """blocks of each stage, first to last; empty: balanced by cost"""
     cost: Literal["estimated", "measured"] = "estimated"
     """what stages are balanced by: FLOPs of blocks, embedding and head, or their times on this machine at the start"""
+    clip: Literal["stage", "last"] = "stage"
+    """norm that optim.clip_norm looks at under pipedream, whose stages do not wait for one another's: stage, of its own
+    gradients; last, of all stages' in the latest step that all know, as many steps before as there are stages"""
+    correction: CorrectionName = "none"
+    """against gradients of old weights, where the schedule has them: lr_by_delay, prediction, nesterov, dc_asgd or
+    error_feedback (docs/async_pipelines.md)"""
+    correction_strength: float | None = None
+    """gamma of nesterov (None: 0.99), lambda of dc_asgd (0.04) and of error_feedback (1)"""
+    correction_steps: int = 1000
+    """updates after which lr_by_delay has given the whole rate back"""
 
     def __post_init__(self) -> None:
         if self.microbatches is not None and self.microbatches < 1:
@@ -63,6 +82,25 @@ class PipelineConfig:
             )
         if any(blocks < 1 for blocks in self.split):
             raise UserError(f"pipeline.split={_spaced(self.split)}: every stage has at least one block")
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        """Raises UserError for a correction of a schedule whose weights are not late, and for values out of range."""
+        given = f"pipeline.correction={self.correction}"
+        if self.correction != "none" and not SCHEDULES[self.schedule].runs_ahead:
+            late = " or ".join(name for name, spec in SCHEDULES.items() if spec.runs_ahead)
+            raise UserError(
+                f"{given} with pipeline.schedule={self.schedule}: its gradients are of the newest weights; leave "
+                f"it out, or use --pipeline.schedule {late}"
+            )
+        strength, most = self.correction_strength, CORRECTIONS[self.correction].most
+        if strength is not None and not 0 < strength < most:
+            raise UserError(
+                f"pipeline.correction_strength={strength} with {given}; give a number above 0"
+                + (f" and below {most:g}" if most < float("inf") else "")
+            )
+        if self.correction_steps < 1:
+            raise UserError(f"pipeline.correction_steps={self.correction_steps}; give a positive number")
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
@@ -71,6 +109,12 @@ class PipelineConfig:
             found["chunks"] = f"with pipeline.schedule={self.schedule}; give --pipeline.schedule interleaved"
         if self.split:
             found["cost"] = "with pipeline.split, which says what each stage has; leave one of them out"
+        if not SCHEDULES[self.schedule].updates_at_once:
+            found["clip"] = f"with pipeline.schedule={self.schedule}, which knows the norm of all stages; leave it out"
+        if CORRECTIONS[self.correction].strength is None:
+            found["correction_strength"] = f"with pipeline.correction={self.correction}, which has none; leave it out"
+        if self.correction != "lr_by_delay":
+            found["correction_steps"] = f"with pipeline.correction={self.correction}; leave it out"
         return found
 
     @property
@@ -79,17 +123,36 @@ class PipelineConfig:
 
     def microbatch_rows(self, rows: int, num_ranks: int) -> list[int]:
         """Rows of each microbatch of a rank's `rows`: as many as asked for, as far as there are rows, nearly equal."""
-        number = min(rows, self.microbatches or MICROBATCHES_PER_STAGE * num_ranks)
+        number = min(rows, self.microbatches or SCHEDULES[self.schedule].microbatches(num_ranks))
         return [rows // number + (index < rows % number) for index in range(number)]
 
     def check_microbatches(self, number: int, num_ranks: int) -> None:
         """Raises UserError where a step has too few for the schedule."""
-        if SCHEDULES[self.schedule].runs_ahead and number < num_ranks:
+        if number < SCHEDULES[self.schedule].fewest(num_ranks):
             raise UserError(
                 f"pipeline.schedule={self.schedule} with {number} microbatch{'es' * (number > 1)} a step on "
                 f"mesh.pp={num_ranks}: it needs one for each stage; use --pipeline.microbatches {num_ranks} or more "
                 "(and as many rows on each rank), or --pipeline.schedule 1f1b"
             )
+
+    def check_delays(self, num_ranks: int) -> None:
+        """Raises UserError for a correction that changes nothing at the delays of the stages."""
+        delay = SCHEDULES[self.schedule].delay
+        stages = num_ranks * self.stages_per_rank
+        most = max(delay(stage, stages) for stage in range(stages))
+        if CORRECTIONS[self.correction].needs_delays and most <= 1:
+            raise UserError(
+                f"pipeline.correction={self.correction} with pipeline.schedule={self.schedule} on mesh.pp={num_ranks}: "
+                "it divides the rate by the delay, which is one update at most; leave it out, or use "
+                "--pipeline.correction error_feedback"
+            )
+
+    def correct(self, masters: Mapping[str, Tensor], stage: int, stages: int) -> Correction:
+        """What corrects the masters of a stage."""
+        spec = CORRECTIONS[self.correction]
+        strength = spec.strength if self.correction_strength is None else self.correction_strength
+        delay = SCHEDULES[self.schedule].delay(stage, stages)
+        return spec.make(masters, delay, strength or 0.0, self.correction_steps)
 
     def check_stages(self, num_ranks: int, num_blocks: int) -> None:
         """Raises UserError where the blocks do not make the stages."""
@@ -237,10 +300,19 @@ Counts = tuple[int, ...]
 
 
 @lru_cache
-def schedule(name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """Make the schedule of a step.  chunks: stages of a rank under `interleaved`."""
+def schedule(name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2, steps: int = 1) -> Schedule:
+    """Make the schedule of a step, or of several of a schedule that runs ahead, their microbatches numbered through.
+
+    num_microbatches  of a step
+    chunks            stages of a rank under `interleaved`
+    """
     spec = SCHEDULES[name]
-    ranks = (tuple(spec.actions(num_ranks, rank, num_microbatches, chunks)) for rank in range(num_ranks))
+    assert steps == 1 or spec.runs_ahead, f"steps of {name} do not overlap"
+    if spec.runs_ahead:
+        made = (_overlapping(spec, num_ranks, rank, num_microbatches, steps) for rank in range(num_ranks))
+    else:
+        made = (spec.actions(num_ranks, rank, num_microbatches, chunks) for rank in range(num_ranks))
+    ranks = map(tuple, made)
     return Schedule(tuple(ranks), owners(name, num_ranks, chunks))
 
 
@@ -260,6 +332,13 @@ def _one_f_one_b(num_ranks: int, rank: int, num_microbatches: int, chunks: int) 
     forwards = [F(n, rank) for n in range(num_microbatches)]
     backwards = [B(n, rank) for n in range(num_microbatches)]
     return _in_turn(forwards, backwards, num_ranks - 1 - rank)
+
+
+def _overlapping(spec: "ScheduleSpec", num_ranks: int, rank: int, number: int, steps: int) -> Iterator[Action]:
+    """1f1b of many steps' microbatches, with the forwards ahead that the schedule says."""
+    forwards = [F(n, rank) for n in range(number * steps)]
+    backwards = [B(n, rank) for n in range(number * steps)]
+    return _in_turn(forwards, backwards, spec.ahead(num_ranks, rank, number))
 
 
 def _interleaved(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
@@ -323,7 +402,8 @@ def _zbv(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Itera
 class ScheduleSpec:
     """A schedule's facts and its builder.
 
-    actions          (ranks, rank, microbatches, chunks) -> the actions of a rank, in order
+    actions          (ranks, rank, microbatches, chunks) -> the actions of a rank, in order; of steps that overlap
+                     `ahead` says them
     idle             (cost of a backward, chunks) -> the published bubble, in forwards, for each rank beyond the first
     in_flight        (ranks, rank, microbatches, chunks) -> the published peak of forwards whose backward is to come, in
                      microbatches of a stage; of interleaved and zbv with at least as many (twice as many)
@@ -331,7 +411,18 @@ class ScheduleSpec:
     stages_per_rank  chunks -> stages of a rank
     turns_back       the stages go there and back over the ranks, not round after round
     splits_backward  into the gradient of a stage's input and those of its weights
-    versions         of the weights that a stage keeps; more than one: its steps overlap (`.ahead`)
+    delay            (stage, stages) -> updates that the weights are old with which a stage computes a step, both ways:
+                     step t takes those of max(t - delay, 0) updates. More than 0: its steps overlap (`.ahead`)
+    ahead            (ranks, rank, microbatches of a step) -> forwards that a rank has made when it begins its first
+                     backward, of steps that overlap
+    versions         (stage, stages) -> versions of the weights that it holds: of the steps whose backward is to come,
+                     and the newest
+    gradients        (stage, stages) -> gradients of whole steps that it holds: what is added up, and what waits for the
+                     norm of all stages. Where nothing is to follow, the steps that are under way all wait, each in the
+                     place of a version: together the two are as many as before
+    updates_at_once  each stage when it has a step's gradients, without the norm of all
+    fewest           ranks -> microbatches that a step has at least
+    microbatches     ranks -> those that it has unless it is said
     refuses          option -> why it does not go with the schedule
     """
 
@@ -341,13 +432,23 @@ class ScheduleSpec:
     stages_per_rank: Callable[[int], int] = lambda chunks: 1
     turns_back: bool = False
     splits_backward: bool = False
-    versions: int = 1
+    delay: Callable[[int, int], int] = lambda stage, stages: 0
+    ahead: Callable[[int, int, int], int] = lambda ranks, rank, number: 0
+    versions: Callable[[int, int], int] = lambda stage, stages: 1
+    gradients: Callable[[int, int], int] = lambda stage, stages: 1
+    updates_at_once: bool = False
+    fewest: Callable[[int], int] = lambda ranks: 1
+    microbatches: Callable[[int], int] = lambda ranks: MICROBATCHES_PER_STAGE * ranks
     refuses: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def runs_ahead(self) -> bool:
         """True where a step begins before the one before it ends, so that its actions are those of a long run."""
-        return self.versions > 1
+        return self.delay(0, 2) > 0
+
+    def depth(self, ranks: int) -> int:
+        """Steps after the one that runs of which something was computed or received when that one ends."""
+        return (ranks + self.ahead(ranks, 0, ranks)) // ranks if self.runs_ahead else 0
 
 
 _SPLIT_BACKWARD = {
@@ -392,7 +493,37 @@ SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
         _one_f_one_b,
         lambda backward, _: 1 + backward,
         lambda ranks, rank, number, _: min(number, ranks - rank),
-        versions=2,
+        delay=lambda stage, stages: 1,
+        ahead=lambda ranks, rank, number: ranks - 1 - rank,
+        versions=lambda stage, stages: 2,
+        gradients=lambda stage, stages: 1 + (stage > 0),
+        fewest=lambda ranks: ranks,
+        refuses=_VERSIONS,
+    ),
+    "pipedream": ScheduleSpec(
+        _one_f_one_b,
+        lambda backward, _: 1 + backward,
+        lambda ranks, rank, number, _: (ranks - 1 - rank) * number + 1,
+        delay=lambda stage, stages: stages - 1 - stage,
+        ahead=lambda ranks, rank, number: (ranks - 1 - rank) * number,
+        versions=lambda stage, stages: stages - stage,
+        updates_at_once=True,
+        microbatches=lambda ranks: 1,
+        refuses=_VERSIONS
+        | {
+            "zero=2": "gradients stay whole until the update, which follows a step's last backward at once",
+            "precision=fp16": "a stage has updated before another one's overflow is known",
+        },
+    ),
+    "pipedream_sync": ScheduleSpec(
+        _one_f_one_b,
+        lambda backward, _: 1 + backward,
+        lambda ranks, rank, number, _: (ranks - 1 - rank) * number + 1,
+        delay=lambda stage, stages: stages - 1,
+        ahead=lambda ranks, rank, number: (ranks - 1 - rank) * number,
+        versions=lambda stage, stages: stages - stage,
+        gradients=lambda stage, stages: stage + 1,
+        microbatches=lambda ranks: 1,
         refuses=_VERSIONS,
     ),
 }
