@@ -32,6 +32,7 @@ TRAINING: dict[str, Any] = {
     "mesh.tp_depth": 2,
     "optim.betas": (0.3, 0.4),
     "pipeline.chunks": 3,
+    "pipeline.clip": "last",
     "pipeline.correction": "prediction",
     "pipeline.correction_steps": 7,
     "pipeline.correction_strength": 0.5,
