@@ -1,6 +1,7 @@
 """`llm plan` of a pipeline: schedules by the clock, and what old weights are expected to cost."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from core.estimate.pipeline import simulated_step_s
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
 from core.parallel.pipeline.schedule import PipelineConfig, ScheduleName
+from tests.support import async_results
 
 BLOCKS = ModelShape(
     tuple(Weight((10, 10), block=index) for index in range(8)),
@@ -79,3 +81,8 @@ def test_the_penalty_is_that_of_the_optimizer() -> None:
     config, *_ = planned(optim=OptimConfig("muon"))
     assert "0.012 nats published" in penalty(config)
     assert "not known" in penalty(replace(config, optim=OptimConfig("lamb")))
+
+
+@pytest.mark.parametrize("path", async_results.MARKS, ids=lambda path: path.name)
+def test_what_is_told_is_the_committed_result_s(path: Path) -> None:
+    assert async_results.between(path) == async_results.made()[path]

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from core.config import UserError
 from core.layout import detached, local
 from core.mesh import host_group
 from core.parallel.correction import CORRECTIONS
@@ -108,7 +109,18 @@ class AheadPipeline(Pipeline):
         super().__init__(inner, stages, config)
         for ring in self.rings:
             ring.start(ring.newest)
+        self._require_one_delay()
         self.correction = config.correct(self.masters, self.rank, stages.num_stages)
+
+    def _require_one_delay(self) -> None:
+        """Raises UserError where a correction would be of masters of one stage that are late by other numbers."""
+        apart = [name for name, (owner, *_) in self._shared() if owner] if self.updates_at_once else []
+        if apart and self.config.correction != "none":
+            raise UserError(
+                f"pipeline.correction={self.config.correction} with pipeline.schedule={self.config.schedule}: "
+                f"'{apart[0]}' is shared by stages of which none is the first, and later than what is beside it; use "
+                "--pipeline.schedule pipedream_sync or 2bw, or no correction"
+            )
 
     def _make_rings(self, stages: Stages) -> None:
         inner = self.replicas
