@@ -298,10 +298,8 @@ def _steps_at_an_end(run: RunShape) -> int:
 
 def _on_their_way(run: RunShape, message_bytes: float) -> float:
     """Activations and gradients that a stage has sent and not yet let go of."""
-    if run.pp == 1:
-        return 0.0
-    ahead = SCHEDULES[run.pipeline.schedule].runs_ahead
-    return (MOST_UNFINISHED if ahead else min(MOST_UNFINISHED, run.num_microbatches)) * message_bytes
+    sent = run.num_microbatches * (1 + SCHEDULES[run.pipeline.schedule].depth(run.pp))
+    return min(MOST_UNFINISHED, sent) * message_bytes if run.pp > 1 else 0.0
 
 
 def _num_whole(parts: list[Part]) -> int:
