@@ -2,7 +2,8 @@
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it; figures that it tells as they come are printed,
-and kept in NAME.partial.jsonl until the result is written. --quick takes seconds, shows that the benchmark
+and kept in NAME.partial.jsonl until the result is written; a benchmark that resumes takes them over after a cut, where
+the code that it measures is a commit's and the same. --quick takes seconds, shows that the benchmark
 works, and writes nothing unless --out says where. NAME-MACHINE.json is a result that is kept from another machine.
 
 Several run each in a process of its own, one after another; with --quick, which measures nothing, one on each core.
@@ -38,7 +39,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, show, write
+from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, row_of, show, write
 from core.config import UserError, run_command
 from tests.support.chosen import choose_in_a_moment
 
@@ -59,6 +60,7 @@ class Options:
     families      of kernels that are measured; empty: all
     compiled      whether torch.compile takes part where it can
     kept          what is told each figure as soon as there is one
+    earlier       figures that a run which was cut had kept, of a benchmark that resumes
     """
 
     quick: bool = False
@@ -68,13 +70,15 @@ class Options:
     families: tuple[str, ...] = ()
     compiled: bool = True
     kept: Callable[[Row], None] = lambda row: None
+    earlier: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too.
 
-    takes  which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    takes    which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    resumes  whether it goes on from figures that a run which was cut had kept
     """
 
     name: str
@@ -83,6 +87,7 @@ class Benchmark:
     measures: tuple[str, ...]
     plot: Callable[[Result, Path], Path] | None = None
     takes: tuple[str, ...] = ()
+    resumes: bool = False
 
 
 def known() -> list[str]:
@@ -151,9 +156,13 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     """Measure, show and, where `out` is a folder, write."""
     began = beginning(benchmark.measures)
     partial = None if out is None else out / f"{benchmark.name}.partial.jsonl"
+    earlier: tuple[Row, ...] = ()
     if partial is not None:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
+        of_what = json.dumps({"measures": began.measures, "dirty": began.dirty, "quick": options.quick})
+        earlier = _earlier(partial, of_what) if benchmark.resumes and not began.dirty else ()
+        if not earlier:
+            partial.write_text(of_what + "\n")
 
     def keep(row: Row) -> None:
         print(in_a_line(row), flush=True)
@@ -164,7 +173,7 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     if options.quick:
         choose_in_a_moment()
     try:
-        measured = benchmark.measure(replace(options, kept=keep))
+        measured = benchmark.measure(replace(options, kept=keep, earlier=earlier))
     except Missing as error:
         if not options.quick:
             raise
@@ -178,6 +187,17 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
         partial.unlink(missing_ok=True)
         if benchmark.plot is not None:
             print(f"drawn in {benchmark.plot(result, out)}")
+
+
+def _earlier(partial: Path, of_what: str) -> tuple[Row, ...]:
+    """The figures in a partial file whose first line is that; a last line that was cut is cut off."""
+    first, *lines = partial.read_text().splitlines(keepends=True) if partial.exists() else [""]
+    if first.strip() != of_what:
+        return ()
+    whole = [line for line in lines if line.endswith("\n")]
+    if len(whole) < len(lines):
+        partial.write_text(first + "".join(whole))
+    return tuple(row_of(json.loads(line)) for line in whole)
 
 
 def in_a_line(row: Row) -> str:
