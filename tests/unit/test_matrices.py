@@ -441,3 +441,28 @@ def test_the_plan_says_who_gets_what() -> None:
 def test_a_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config_of(tmp_path, steps=1, optim=OptimConfig("soap", plan=True)))
     assert "matrix     soap   decays    blocks.*" in capsys.readouterr().out
+
+
+def test_a_basis_goes_on_alike_behind_a_direction_of_rounding() -> None:
+    """The seventh column depends on those before it. What QR puts in its place is rounding, and takes from the eighth
+    all, something or nothing, so that it may fall below the share that it is above."""
+    basis, small = torch.linalg.qr(draw(3, 8, 8))[0], torch.tensor([1.0] * 7 + [0.1], dtype=torch.float64)
+    null = torch.cat([draw(4, 7), torch.zeros(1, dtype=torch.float64)])
+    outside = torch.eye(8, dtype=torch.float64) - null.outer(null) / null.square().sum()
+    root = outside @ (small[:, None] * draw(5, 8, 8))
+    factor = basis @ root @ root.T @ basis.T
+    order, _ = found if (found := refreshed(factor, basis)) else pytest.fail("it has no basis")
+    assert int(order[-1]) == 7
+    columns = factor @ basis[:, order]
+    before = torch.linalg.qr(columns[:, :6])[0]
+    rest = columns[:, 7] - before @ (before.T @ columns[:, 7])
+    share = 0.9 * float(rest.norm() / torch.linalg.qr(columns)[1].diagonal().abs().max())
+    made = []
+    for seed in range(8):
+        noise = 1e-16 * draw(10 + seed, 8, 8)
+        renewed = refreshed(factor + noise + noise.T, basis, share)
+        assert renewed is not None
+        made.append(renewed[1])
+    for other in made[1:]:
+        same = (made[0].T @ other).abs()
+        torch.testing.assert_close(same, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-9)
