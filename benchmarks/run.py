@@ -2,7 +2,8 @@
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it; figures that it tells as they come are printed,
-and kept in NAME.partial.jsonl until the result is written. --quick takes seconds, shows that the benchmark
+and kept in NAME.partial.jsonl until the result is written; a benchmark that takes long and was interrupted goes on from
+there, where what it measures is as it was. --quick takes seconds, shows that the benchmark
 works, and writes nothing unless --out says where. NAME-MACHINE.json is a result that is kept from another machine.
 
 Several run each in a process of its own, one after another; with --quick, which measures nothing, one on each core.
@@ -38,7 +39,19 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, show, write
+from benchmarks.result import (
+    RESULTS,
+    ROOT,
+    Measured,
+    Missing,
+    Number,
+    Result,
+    Row,
+    beginning,
+    result_of,
+    show,
+    write,
+)
 from core.config import UserError, run_command
 from tests.support.chosen import choose_in_a_moment
 
@@ -59,6 +72,7 @@ class Options:
     families      of kernels that are measured; empty: all
     compiled      whether torch.compile takes part where it can
     kept          what is told each figure as soon as there is one
+    earlier       figures that a run of the same code kept before it was interrupted
     """
 
     quick: bool = False
@@ -68,13 +82,15 @@ class Options:
     families: tuple[str, ...] = ()
     compiled: bool = True
     kept: Callable[[Row], None] = lambda row: None
+    earlier: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too.
 
-    takes  which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    takes    which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    resumes  whether it does not make again what `Options.earlier` has
     """
 
     name: str
@@ -83,6 +99,7 @@ class Benchmark:
     measures: tuple[str, ...]
     plot: Callable[[Result, Path], Path] | None = None
     takes: tuple[str, ...] = ()
+    resumes: bool = False
 
 
 def known() -> list[str]:
@@ -151,9 +168,12 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     """Measure, show and, where `out` is a folder, write."""
     began = beginning(benchmark.measures)
     partial = None if out is None else out / f"{benchmark.name}.partial.jsonl"
+    earlier = ()
     if partial is not None:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
+        what = {"measures": began.measures, "quick": options.quick, "full": options.full}
+        earlier = kept_of(partial, what) if benchmark.resumes and not began.dirty else ()
+        partial.write_text("".join(json.dumps(line) + "\n" for line in (what, *map(asdict, earlier))))
 
     def keep(row: Row) -> None:
         print(in_a_line(row), flush=True)
@@ -164,7 +184,7 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     if options.quick:
         choose_in_a_moment()
     try:
-        measured = benchmark.measure(replace(options, kept=keep))
+        measured = benchmark.measure(replace(options, kept=keep, earlier=earlier))
     except Missing as error:
         if not options.quick:
             raise
@@ -178,6 +198,18 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
         partial.unlink(missing_ok=True)
         if benchmark.plot is not None:
             print(f"drawn in {benchmark.plot(result, out)}")
+
+
+def kept_of(partial: Path, what: dict[str, Any]) -> tuple[Row, ...]:
+    """The figures of a run that was interrupted; none where it did not begin with `what`, the code that it measures."""
+    found: list[dict[str, Any]] = []
+    for line in partial.read_text().splitlines() if partial.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break  # what was being written
+    rows = found[1:] if found[:1] == [what] else []
+    return tuple(Row(row["case"], {name: Number(**number) for name, number in row["numbers"].items()}) for row in rows)
 
 
 def in_a_line(row: Row) -> str:
