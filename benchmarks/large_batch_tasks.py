@@ -38,7 +38,9 @@ GROUP = 8
 LOOKS = 1.05
 """The loss is looked at whenever the steps have grown by this factor."""
 AVERAGE = 10
-"""Steps that the noise scale is averaged over (--noise-scale-steps): a hundredth to a tenth of a run to its target."""
+"""Steps that --noise-scale-steps averages over here."""
+NEAR = 1
+"""Steps on either side whose estimates a step's noise scale is taken of, too."""
 
 Batch = dict[str, Tensor]
 
@@ -323,14 +325,22 @@ def best_rate(score: Callable[[float, float], float], begin: float, budget: int)
 # --- the noise scale --------------------------------------------------------------------------------------------------
 
 
-def noise_along(task: Task, contender: Contender, rows: int, rate: float, seed: int, steps: int) -> list[float]:
-    """What `--noise-scale --noise-scale-steps AVERAGE` writes of each step of such a run; null is left out."""
+@dataclass(frozen=True)
+class Noise:
+    """Noise scales of the steps of a run that have one: of each with its neighbours; averaged as --noise-scale does"""
+
+    near: list[float]
+    averaged: list[float]
+
+
+def noise_along(task: Task, contender: Contender, rows: int, rate: float, seed: int, steps: int) -> Noise:
+    """What `--noise-scale --noise-scale-steps AVERAGE` writes of the steps of such a run."""
     optim = contender.config(rate, schedule=ScheduleConfig(shape="constant"))
     config = TrainConfig(
         precision="fp32", microbatch=task.group, noise_scale=True, noise_scale_steps=AVERAGE, device="cpu", seed=seed,
         steps=steps, optim=optim, out=Path("nowhere"),
     )  # fmt: skip
-    found, draw = [], task.draw(rows, seed)
+    averaged, traces, squares, draw = list[float](), list[float](), list[float](), task.draw(rows, seed)
     with start(config.device, seed) as runtime:
         parallel = parallelize(task.plain(seed), runtime.mesh(config.mesh, config.zero), config)
         scale = LossScale(config.precision, config.loss_scale)
@@ -338,8 +348,13 @@ def noise_along(task: Task, contender: Contender, rows: int, rate: float, seed: 
         state.noise = NoiseScale(parallel, config.noise_scale_steps)
         for step in range(steps):
             row = train_step(state, draw(step), task.loss, num_rows, config, step)
-            found.append(row["noise_scale"])
-    return [value for value in found if value is not None]
+            traces.append(row["noise_trace"])
+            squares.append(row["noise_square"])
+            if row["noise_scale"] is not None:
+                averaged.append(row["noise_scale"])
+    spans = [slice(max(0, step - NEAR), step + NEAR + 1) for step in range(steps)]
+    near = [max(sum(traces[span]), 0.0) / sum(squares[span]) for span in spans if sum(squares[span]) > 0]
+    return Noise(near or [1.0], averaged or [1.0])
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ def main(argv: list[str]) -> int:
     given = ["--runs", *folders, *argv[len(folders) :]] if folders else argv
     config = parse({"default": ScalingConfig}, given, "megalith llm scaling", default="default")
     runs = read_runs(config.runs, config.loss)
-    found = fit(*map(np.array, zip(*(run[1:] for run in runs), strict=True)), config.samples, config.seed)
+    parameters, tokens, losses = np.array([run[1:] for run in runs], dtype=np.float64).T
+    found = fit(parameters, tokens, losses, config.samples, config.seed)
     picture = None if config.draw is None else draw(config.draw, runs, found, config.budget)
     if config.json:
         print(json.dumps(as_json(config, runs, found), indent=1))

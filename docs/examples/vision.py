@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from core.compose import parallelize
 from core.config import UserError, parse, run_command
 from core.data import MapBatches
-from core.optim import OptimConfig, ScheduleConfig, build_optimizer
+from core.optim import ScheduleConfig, build_optimizer
 from core.optim.prediction import Prediction
+from core.optim.sgd import SgdConfig
 from core.runtime import start
 from core.train import TrainConfig, fit, open_run
 
@@ -45,7 +46,8 @@ class VisionConfig(TrainConfig):
 
 def debug() -> VisionConfig:
     schedule = ScheduleConfig(warmup_steps=10)
-    return VisionConfig(steps=150, out=Path("runs/vision"), optim=OptimConfig("sgd", lr=0.1, schedule=schedule))
+    optim = SgdConfig(lr=0.2, weight_decay=5e-4, clip_norm=None, schedule=schedule)
+    return VisionConfig(steps=150, out=Path("runs/vision"), optim=optim)
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ def vision(out: Path, *options: object, num_ranks: int = 1) -> str:
 def test_it_learns(tmp_path: Path) -> None:
     said = vision(tmp_path / "run")
     error = summary(tmp_path / "run")["heldout_error"]
-    assert error < 0.06
+    assert error < 0.08
     assert f"held-out error {error:.2%}" in said
 
 
