@@ -159,7 +159,8 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     earlier: tuple[Row, ...] = ()
     if partial is not None:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        of_what = json.dumps({"measures": began.measures, "dirty": began.dirty, "quick": options.quick})
+        what = {"measures": began.measures, "dirty": began.dirty, "quick": options.quick, "full": options.full}
+        of_what = json.dumps(what)
         earlier = _earlier(partial, of_what) if benchmark.resumes and not began.dirty else ()
         if not earlier:
             partial.write_text(of_what + "\n")
