@@ -73,6 +73,7 @@ def test_an_encoder_with_a_decoder(tmp_path: Path, capsys) -> None:
     ("described", "words", "said"),
     [
         (VIT, ["--zero", "3"], "--zero with a model that is spread as it is"),
+        (VIT, ["--utilisation", "nan"], "utilisation=nan; give a positive number"),
         (VIT, ["--check"], "--check with a model that is spread as it is"),
         (VIT, ["--microbatch", "3"], "microbatch=3 of a batch of 8 rows"),
         (VIT, ["--memory", "1KiB", "--mesh.pp", "1"], "no plan fits 1 KiB on 2 ranks with 1 microbatches; [1-9]"),
