@@ -40,7 +40,7 @@ from core.compat import tree_map_only
 from core.config import UserError
 from core.layout import full_tensor, is_dtensor
 from core.mesh import device_of, sub_mesh
-from core.trace.graph import Graph, Value
+from core.trace.graph import Graph, Node, Value
 
 STAGE = "stage"
 """The axis of a mesh on which stages follow each other."""
@@ -202,7 +202,7 @@ class StagedForward(SpreadForward):
                     f"{where} draws random numbers, which stages do not draw as one rank would; set dropout to 0, or "
                     "leave stages out"
                 )
-            if rows and node.writes and "norm" in node.op._schema.name:
+            if rows and _has_statistics_of_rows(node, rows):
                 raise UserError(
                     f"{where} has its statistics of a batch, and of each microbatch they are others; give "
                     "microbatches=1, or evaluate it"
@@ -467,6 +467,15 @@ def _rows_of(tensor: Tensor, number: int, rows: int, microbatches: int) -> Tenso
     if rows and tensor.ndim and tensor.shape[0] == rows * microbatches:
         return tensor.narrow(0, number * rows, rows)
     return tensor
+
+
+def _has_statistics_of_rows(node: Node, rows: int) -> bool:
+    """Whether an operator is a batch norm in training. As an instance norm calls it, rows are among its channels."""
+    if node.kind != "forward" or "batch_norm" not in node.op._schema.name:
+        return False
+    names = [argument.name for argument in node.op._schema.arguments]
+    given = dict(zip(names, node.args)) | node.kwargs
+    return bool(given.get("training", True)) and (rows == 1 or node.inputs[0].shape[0] != 1)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

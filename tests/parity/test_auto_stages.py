@@ -185,6 +185,9 @@ def kept_and_refused() -> None:
         parallelize(foreign.gpt2(), CASES["gpt2"].inputs(0), **options, microbatches=2)
     with pytest.raises(UserError, match="has its statistics of a batch, and of each microbatch they are others"):
         parallelize(CASES["resnet"].make().double(), CASES["resnet"].inputs(0), **options, microbatches=2)
+    alone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 4))
+    with pytest.raises(UserError, match="has its statistics of a batch"):
+        parallelize(alone, {"input": torch.ones(6, 4)}, **options, microbatches=2)
     with pytest.raises(UserError, match="draws random numbers, which stages do not draw as one rank would"):
         parallelize(foreign.DROPPING["gpt2 with dropout"].make(), ids_alone(0), **options)
     with pytest.raises(UserError, match="no list of blocks"):
