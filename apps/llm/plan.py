@@ -62,7 +62,7 @@ WITHOUT_EFFECT = (
     "data.mask_token",
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
-    *("pipeline.correction_strength", "pipeline.correction_steps"),
+    *("pipeline.clip", "pipeline.correction_strength", "pipeline.correction_steps"),
 )
 """Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""
 WITH_A_BUDGET = ("compile", "data.mask_documents")
