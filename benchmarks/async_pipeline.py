@@ -390,7 +390,7 @@ MEASURES = (
     "benchmarks/recurrence.py",
     "benchmarks/async_pipeline.py",
 )
-BENCHMARK = Benchmark("async_pipeline", "Asynchronous pipelines: loss and time", measure, MEASURES, plot, resumed=True)
+BENCHMARK = Benchmark("async_pipeline", "Asynchronous pipelines: loss and time", measure, MEASURES, plot, resumes=True)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="async_pipeline"), sys.argv[1:]))

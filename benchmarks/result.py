@@ -216,12 +216,14 @@ def read(path: Path) -> Result:
         validate(content)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no benchmark result: {error}; run the benchmark again") from None
-    figures = tuple(
-        Row(row["case"], {name: Number(**number) for name, number in row["numbers"].items()})
-        for row in content["figures"]
-    )
+    figures = tuple(map(row_of, content["figures"]))
     targets = tuple(Target(t["what"], t["wanted"], t["reached"], t["limit"]) for t in content["targets"])
     return Result(**(content | {"figures": figures, "targets": targets, "notes": tuple(content["notes"])}))
+
+
+def row_of(content: Any) -> Row:
+    """The row that `asdict` made this of."""
+    return Row(content["case"], {name: Number(**number) for name, number in content["numbers"].items()})
 
 
 _TYPES = {

@@ -2,8 +2,8 @@
 
 A benchmark is a module of this package that has a `BENCHMARK`; without a NAME all of them run. Each writes
 benchmarks/results/NAME.json (schema: `benchmarks.result`) and shows it; figures that it tells as they come are printed,
-and kept in NAME.partial.jsonl, behind a line of what is measured, until the result is written; a benchmark may go on
-from there. --quick takes seconds, shows that the benchmark
+and kept in NAME.partial.jsonl until the result is written; a benchmark that resumes takes them over after a cut, where
+the code that it measures is a commit's and the same. --quick takes seconds, shows that the benchmark
 works, and writes nothing unless --out says where. NAME-MACHINE.json is a result that is kept from another machine.
 
 Several run each in a process of its own, one after another; with --quick, which measures nothing, one on each core.
@@ -39,7 +39,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.result import RESULTS, ROOT, Measured, Missing, Number, Result, Row, beginning, result_of, show, write
+from benchmarks.result import RESULTS, ROOT, Measured, Missing, Result, Row, beginning, result_of, row_of, show, write
 from core.config import UserError, run_command
 from tests.support.chosen import choose_in_a_moment
 
@@ -60,7 +60,7 @@ class Options:
     families      of kernels that are measured; empty: all
     compiled      whether torch.compile takes part where it can
     kept          what is told each figure as soon as there is one
-    earlier       figures that an interrupted run of the same code has kept
+    earlier       figures that a run which was cut had kept, of a benchmark that resumes
     """
 
     quick: bool = False
@@ -78,7 +78,7 @@ class Benchmark:
     """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too.
 
     takes    which of --family and --no-compile it reads; a benchmark that does not is not run with them
-    resumed  it asks for the figures that an interrupted run has kept
+    resumes  whether it goes on from figures that a run which was cut had kept
     """
 
     name: str
@@ -87,7 +87,7 @@ class Benchmark:
     measures: tuple[str, ...]
     plot: Callable[[Result, Path], Path] | None = None
     takes: tuple[str, ...] = ()
-    resumed: bool = False
+    resumes: bool = False
 
 
 def known() -> list[str]:
@@ -156,11 +156,14 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
     """Measure, show and, where `out` is a folder, write."""
     began = beginning(benchmark.measures)
     partial = None if out is None else out / f"{benchmark.name}.partial.jsonl"
-    earlier = ()
+    earlier: tuple[Row, ...] = ()
     if partial is not None:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        earlier = _kept(partial, began.measures) if benchmark.resumed and not began.dirty else ()
-        partial.write_text("\n".join([json.dumps(began.measures), *map(_told, earlier), ""]))
+        what = {"measures": began.measures, "dirty": began.dirty, "quick": options.quick, "full": options.full}
+        of_what = json.dumps(what)
+        earlier = _earlier(partial, of_what) if benchmark.resumes and not began.dirty else ()
+        if not earlier:
+            partial.write_text(of_what + "\n")
 
     def keep(row: Row) -> None:
         print(in_a_line(row), flush=True)
@@ -187,17 +190,15 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
             print(f"drawn in {benchmark.plot(result, out)}")
 
 
-def _told(row: Row) -> str:
-    return json.dumps(asdict(row))
-
-
-def _kept(partial: Path, measures: dict[str, str]) -> tuple[Row, ...]:
-    """The figures of an interrupted run, where it measured the same code."""
-    first, *lines = partial.read_text().split("\n") if partial.exists() else [""]
-    if first != json.dumps(measures):
+def _earlier(partial: Path, of_what: str) -> tuple[Row, ...]:
+    """The figures in a partial file whose first line is that; a last line that was cut is cut off."""
+    first, *lines = partial.read_text().splitlines(keepends=True) if partial.exists() else [""]
+    if first.strip() != of_what:
         return ()
-    rows = (json.loads(line) for line in lines[:-1])  # behind the last newline there is nothing, or half a line
-    return tuple(Row(r["case"], {name: Number(**number) for name, number in r["numbers"].items()}) for r in rows)
+    whole = [line for line in lines if line.endswith("\n")]
+    if len(whole) < len(lines):
+        partial.write_text(first + "".join(whole))
+    return tuple(row_of(json.loads(line)) for line in whole)
 
 
 def in_a_line(row: Row) -> str:

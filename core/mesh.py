@@ -324,14 +324,14 @@ def derive_axes(mesh: DeviceMesh) -> None:
 def derived_axes(mesh: AnyMesh) -> list[tuple[str, ...]]:
     """Axes that data parallelism sums and shards over, each as those that it joins; of a mesh with its names.
 
-    And those of a grid over which experts are dealt out.
+    And those of a grid over which experts are dealt out, and its planes.
     """
     names = set(mesh.mesh_dim_names or ())
     if not set(DATA_AXES) <= names:
         return []
     experts = tuple(axis for axis in (EXPERT_AXIS, *GRID_AXES[:-1]) if axis in names)
     joined = {data_axes(mesh), *(f(mesh, cut) for f in (gradient_axes, shard_axes) for cut in _CUTS)}
-    return sorted(joined | ({experts} if set(GRID_AXES) <= names else set()))
+    return sorted(joined | ({experts, GRID_AXES[1:]} if set(GRID_AXES) <= names else set()))
 
 
 def joined_axis(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

@@ -18,6 +18,7 @@ APP = App(
         "tokenize": "prepare a corpus: tokenizer and token shards",
         "plan": "memory and time of a run, before it runs",
         "profile": "FLOPs, bytes and memory of a step, operator by operator, without memory or data",
+        "scaling": "the scaling law of runs, and what a budget should train",
         "recipes": "the configurations that have a name",
     },
     usage="[--recipe NAME] [--option value …]",

@@ -1,6 +1,6 @@
 """`llm plan`: memory and time of a run before it runs, for any number of ranks; and the check that every run makes.
 
-With --gpus it searches: `apps.llm.search`.
+With --gpus it searches: `apps.llm.search`, of models that are not our decoder's `apps.llm.spread`.
 """
 
 import sys
@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from apps.llm.any_model import AnyModel
 from apps.llm.check import check_run, show_check
 from apps.llm.config import PretrainConfig, check_combination, resolved_mesh, run_shape
 from apps.llm.foreign import ForeignModel
@@ -23,6 +24,7 @@ from apps.llm.recompute import OwnModel, chosen
 from apps.llm.residency import estimate_residency
 from apps.llm.schedules import compared
 from apps.llm.search import nearest_plan, show_plans
+from apps.llm.spread import show_spread
 from core.config import UserError, in_words, option, parse, recipe_of, size_in_bytes, time_in_words, typed
 from core.estimate import (
     Machine,
@@ -92,17 +94,17 @@ def main(argv: list[str]) -> int:
         given = given - {"batch"} | {"data.global_batch"}
         config = replace(config, data=replace(config.data, global_batch=config.batch))
     foreign = None
+    console = Console(width=None if sys.stdout.isatty() else 120)
     if config.source is not None:
-        found = _model_of(config.source, given)
+        found = _model_of(config.source, given, config.gpus is not None)
+        if isinstance(found, AnyModel):
+            return show_spread(config, given, found, console)
         if isinstance(found, ForeignModel):
             foreign = found
         else:
             config = replace(config, model=found)
             PretrainConfig.check_positions(config)
-    console = Console(width=None if sys.stdout.isatty() else 120)
     if config.gpus is not None:
-        if foreign is not None:
-            raise UserError(f"{foreign.refused}; a search is of the decoder's families, so plan one run without --gpus")
         return show_plans(config, given, recipe, console)
     if config.check and foreign is not None:
         raise UserError(f"{foreign.refused}; --check holds the decoder's closed forms, so leave it out")
@@ -138,14 +140,14 @@ def _with_recipe(argv: list[str]) -> list[str]:
     return words
 
 
-def _model_of(folder: Path, given: set[str]) -> DecoderConfig | ForeignModel:
+def _model_of(folder: Path, given: set[str], searched: bool) -> DecoderConfig | ForeignModel | AnyModel:
     """Raises UserError for a folder of no model, and for options of another shape beside it."""
     if shaped := sorted(name for name in given if name.startswith("model.")):
         raise UserError(f"{option(shaped[0])} beside --model: the shape is that of the folder; leave it out")
     try:
         return find_model(folder).config
     except UnknownModel as refused:
-        return ForeignModel(folder, refused)
+        return AnyModel(folder, refused) if searched else ForeignModel(folder, refused)
 
 
 def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -> set[str]:

@@ -42,9 +42,9 @@ class Prices:
     grams_per_kwh: float
     steps: int
 
-    def of(self, plan: Plan, gpus: int) -> dict[str, float]:
-        """Of all the steps."""
-        gpu_hours = self.steps * plan.step_s * gpus / 3600
+    def of(self, step_s: float, gpus: int) -> dict[str, float]:
+        """Of all the steps, each of `step_s` seconds."""
+        gpu_hours = self.steps * step_s * gpus / 3600
         energy = gpu_hours * self.watts / 1000
         return {
             "gpu_hours": gpu_hours,
@@ -60,10 +60,10 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     given   dotted names of what was typed
     recipe  that the run's options are of
     """
-    cluster = _cluster(config, given)
+    cluster = asked_cluster(config, given)
     job = job_of(config, {name: _value(config, name) for name in SEARCHED if name in given})
     found = search(job, cluster)
-    prices = _prices(config, cluster, given)
+    prices = asked_prices(config, cluster, given)
     commands = [command_of(config, plan, given, recipe, cluster) for plan in found.plans]
     if config.draw is not None:
         draw_plans(config.draw, decoder_shape(config.model), found.plans, cluster)
@@ -136,7 +136,7 @@ def job_of(config: PretrainConfig, held: Mapping[str, Any]) -> Job:
     return Job(config.model, batches, config.data.sequence_length, config.precision, config.optim, held)
 
 
-def _cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
+def asked_cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
     assert config.gpus is not None
     if config.gpu is None:
         raise UserError(f"gpus={config.gpus} of which kind? give --gpu, such as a100-40gb or h100")
@@ -156,7 +156,7 @@ def _cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
     return cluster_of(gpu_named(config.gpu), config.gpus, **more)
 
 
-def _prices(config: LLMPlanConfig, cluster: Cluster, given: set[str]) -> Prices:
+def asked_prices(config: LLMPlanConfig, cluster: Cluster, given: set[str]) -> Prices:
     steps = 1
     if config.tokens is not None:
         steps = math.ceil(config.tokens / (config.data.global_batch * config.data.sequence_length))
@@ -175,13 +175,13 @@ def _value(config: Any, name: str) -> Any:
 
 def command_of(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str, cluster: Cluster) -> str:
     """The line that runs a plan: of `llm pretrain`, or for the model of a folder of `llm finetune`."""
-    words = [*_launcher(cluster), *run_words(config, plan, given, recipe)]
+    words = [*launcher_words(cluster), *run_words(config, plan, given, recipe)]
     if cluster.machines == 1 and cluster.ranks > 1:
         words += ["--nproc", str(cluster.ranks)]
     return " ".join(word if word.startswith("$") else shlex.quote(word) for word in words)
 
 
-def _launcher(cluster: Cluster) -> list[str]:
+def launcher_words(cluster: Cluster) -> list[str]:
     if cluster.machines == 1:
         return ["megalith", "llm"]
     machines = ["--nnodes", str(cluster.machines), "--nproc-per-node", str(cluster.ranks_per_machine)]
@@ -237,7 +237,7 @@ def _as_json(
         {
             "step_time_s": plan.step_s,
             "memory_bytes": plan.memory_bytes,
-            **prices.of(plan, cluster.ranks),
+            **prices.of(plan.step_s, cluster.ranks),
             "command": command,
             "options": plan.options(),
             "shares_s": _parts(plan),
@@ -290,7 +290,7 @@ def _table(config: LLMPlanConfig, found: Found, cluster: Cluster, prices: Prices
         table.add_column(column, justify="right")
     table.add_column("plan")
     for number, plan in enumerate(shown, 1):
-        costs = [f"{value:,.3g}" for value in prices.of(plan, cluster.ranks).values()]
+        costs = [f"{value:,.3g}" for value in prices.of(plan.step_s, cluster.ranks).values()]
         step = f"{plan.step_s:.3g} s" if plan.step_s < 120 else time_in_words(plan.step_s)
         table.add_row(str(number), step, in_words(plan.memory_bytes), *costs, " ".join(_told(plan)))
     return table

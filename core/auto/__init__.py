@@ -24,6 +24,9 @@ simulate    a plan's cost, counted again
 staged      pipeline stages, layouts and recomputation together
 execute     a rank's part of a step, as a plan spreads it
 readable    a plan as text: what is cut, explain, compare
+spread      a module's forward, spread over a mesh
+stages      a step's graph cut into stages, and what they send each other
+pipelined   a module's forward in stages
 apply       parallelize: the one line
 """
 
@@ -32,12 +35,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from core.auto.apply import parallelize, plan_of, plans_of
+    from core.auto.pipelined import clip_grad_norm_
 
-__all__ = ["parallelize", "plan_of", "plans_of"]
+__all__ = ["clip_grad_norm_", "parallelize", "plan_of", "plans_of"]
 
 
 def __getattr__(name: str) -> Any:
     """The solvers go without torch's distributed machinery: it is imported when asked for."""
     if name in __all__:
-        return getattr(import_module("core.auto.apply"), name)
+        return getattr(import_module("core.auto.pipelined" if name == "clip_grad_norm_" else "core.auto.apply"), name)
     raise AttributeError(name)

@@ -19,7 +19,7 @@ from core.mesh import mesh_shape
 from core.models.decoder import DecoderConfig
 from core.placement.messages import Sent
 
-PEAK_WITHIN = 0.1
+PEAK_WITHIN = 0.05
 """Of the counted peak, how far the plan's may be off."""
 
 

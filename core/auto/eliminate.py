@@ -76,7 +76,7 @@ def cheapest_plan(problem: Problem, most_entries: int = MOST_ENTRIES) -> tuple[i
         return None
     work = _Tables(problem)
     for node in order:
-        work.take_away(node)
+        work.step(node)
     return work.rest().restored(()) if math.isfinite(work.seconds) else None
 
 
@@ -103,7 +103,7 @@ def reduce(problem: Problem, most_entries: int = MOST_ENTRIES) -> Reduced:
         work = _Tables(before)
         for node in _order(before, 2, most_entries):
             if len(work.factors_of) > 1:  # the last one stays: a problem has nodes
-                work.take_away(node)
+                work.step(node)
         if len(work.factors_of) == len(before.nodes):
             return Reduced(before, tuple(steps))
         steps.append(work.rest())
@@ -115,7 +115,9 @@ def _order(
 ) -> list[int]:
     """Nodes in the order in which they go, each time the one with the smallest table; up to where it gets too large.
 
-    random  one of many neighbours stays as it is then, ~node in the order, and it goes on
+    Those of one strategy have no choice, and go first: ~node in the order, as for all that is decided without a table.
+
+    random  one of many neighbours stays as it is then, and it goes on
     """
     sizes = [len(node.seconds) for node in problem.nodes]
     around: list[set[int]] = [set() for _ in sizes]
@@ -126,9 +128,17 @@ def _order(
     def entries(node: int) -> int:
         return sizes[node] * math.prod(sizes[other] for other in around[node])
 
-    waiting = [(entries(node), node) for node in range(len(sizes))]
+    order, total = [], 0
+    for node in (node for node, size in enumerate(sizes) if size == 1):
+        total += 1 + sum(sizes[other] for other in around[node])
+        if total > most_entries and random is None:
+            return order
+        order.append(~node)
+        for other in around[node]:
+            around[other].discard(node)
+    left = dict.fromkeys(node for node, size in enumerate(sizes) if size > 1)
+    waiting = [(entries(node), node) for node in left]
     heapq.heapify(waiting)
-    order, left, total = [], dict.fromkeys(range(len(sizes))), 0
     while waiting:
         num, node = heapq.heappop(waiting)
         if node not in left or num != entries(node) or len(around[node]) > most_neighbours:
@@ -178,6 +188,13 @@ class _Tables:
         table = table if known is None else known + table
         for node in of:
             self.factors_of[node][of] = table
+
+    def step(self, node: int) -> None:
+        """Of an order: a node goes; ~node has one strategy."""
+        if node >= 0:
+            self.take_away(node)
+        else:
+            self.keep(~node, 0)
 
     def take_away(self, node: int) -> None:
         factors = self.factors_of.pop(node)

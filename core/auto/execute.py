@@ -92,7 +92,7 @@ class Program:
     """See the module.
 
     mesh     of the sizes that the formulation has, with names
-    specs    input -> how it lies; outputs  the same of outputs
+    specs    input -> how it lies; outputs  the same of outputs, also of those that the backward makes
     draws    it draws random numbers
 
     Raises UserError where a plan cannot be executed, with the operator.
@@ -112,15 +112,16 @@ class Program:
         first = next((node.index for node in graph.nodes if node.kind == "backward"), len(graph.nodes))
         self._check(first)
         self.specs = {name: self._outputs_of(number)[0] for number, name in enumerate(graph.inputs)}
-        self.left = [
-            _Left(name, self._given(value, number, 0))
-            for number, (name, value) in enumerate(graph.named_outputs().items(), len(graph.inputs) + len(graph.nodes))
-        ]
-        self.outputs = {
-            left.name: self._inputs_of(number)[0]
-            for number, left in enumerate(self.left, len(graph.inputs) + len(graph.nodes))
-        }
+        every = list(enumerate(graph.named_outputs().items(), len(graph.inputs) + len(graph.nodes)))
+        self.outputs = {name: self._inputs_of(number)[0] for number, (name, _) in every}
+        of_forward, of_backward = [], []
+        for number, (name, value) in every:
+            maker = self._root(value).node
+            (of_backward if maker is not None and maker >= first else of_forward).append((number, name, value))
+        self.left = [_Left(name, self._given(value, number, 0)) for number, name, value in of_forward]
         gradients, self.gradients_at_once = self._gradients(first)
+        for number, name, value in of_backward:
+            gradients[self._root(value).node or 0].append(_Left(name, self._given(value, number, 0)))
         last = self._last_uses()
         self.kept = {value for value, node in last.items() if node >= first}
         self.kept |= {left.given.value for left in self.gradients_at_once}
@@ -133,7 +134,7 @@ class Program:
             self._operation(node, gradients.get(node.index, ()), freed.get(node.index, ())) for node in graph.nodes
         ]
         self.operations = operations[:first], operations[first:]
-        self.draws = any(map(_draws, graph.nodes))
+        self.draws = any(map(draws, graph.nodes))
 
     # What happens.
 
@@ -147,9 +148,11 @@ class Program:
         return outputs, {value: parts[value] for value in self.kept if value in parts}
 
     def backward(self, kept: Parts, gradients: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients by the names of parameters and inputs, as these lie.  kept: is emptied
+        """Gradients by the names of parameters and inputs, as these lie, and outputs that the backward makes.
 
-        gradients  of the outputs with which the backward begins, by their names among the graph's inputs
+        kept       is emptied
+        gradients  of the outputs with which the backward begins, and what else comes for the backward alone, by their
+                   names among the graph's inputs
         given      what the forward was given; those that a backward writes to are written to
         """
         parts, found = kept, {}
@@ -208,7 +211,7 @@ class Program:
 
     def _check(self, first: int) -> None:
         for node in self.graph.nodes[first:]:
-            if _draws(node):
+            if draws(node):
                 raise UserError(
                     f"{node.op} in {node.module or 'the module'} draws random numbers in the backward: what is "
                     "computed again would be another; leave activation checkpointing or dropout out"
@@ -360,7 +363,7 @@ def _everywhere(said: AllReduce, over: Sequence[DeviceMesh]) -> Tensor:
     return tensor
 
 
-def _draws(node: Node) -> bool:
+def draws(node: Node) -> bool:
     """Whether an operator draws random numbers; an attention without dropout draws none."""
     if torch.Tag.nondeterministic_seeded not in node.op.tags:
         return False

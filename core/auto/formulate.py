@@ -148,8 +148,11 @@ def formulate(
            of inputs and outputs also the specs among which is chosen
     state  bytes that an optimizer keeps by byte of a parameter
 
-    Raises UserError where there is no such input, output or node, or where it cannot lie so.
+    Raises UserError where there is no such input, output or node, or where it cannot lie so, and for a state that is no
+    number of bytes.
     """
+    if not 0 <= state < math.inf:
+        raise UserError(f"state={state}: an optimizer keeps a number of bytes by byte of a parameter, 0 or more")
     return _Builder(graph, _Machine(tuple(sizes), tuple(links), speed), dict(fixed or {}), state).formulation()
 
 
@@ -206,7 +209,7 @@ class _Machine:
         full = sum(math.prod(value.shape) * value.dtype.itemsize for value, _ in tensors)
         part = sum(self.num_bytes(spec, value) for value, spec in tensors)
         traffic = (operator.bytes_read + operator.bytes_written) * (part / full if full else 1.0)
-        itemsize = max((value.dtype.itemsize for value in operator.inputs if value.dtype.is_floating_point), default=4)
+        itemsize = widest(operator)
         said = sum(
             seconds_of("all_reduce", message.elements * itemsize, self.sizes[axis], self.links[axis])
             for message in strategy.messages
@@ -261,6 +264,10 @@ class _Builder:
             if source is not None:
                 self._link(value, parameter, 0)
                 self.gradient_ends[source[0], parameter] = value.storage.born or 0
+        for name, at in self.writes.inputs.items():  # their new values lie as they do
+            value = self.graph.inputs[name]
+            for index, place in at:
+                self.links.append(_Link(len(self.graph.inputs) + index, place, self.made[value.index][0], 0, value))
         for name, value in self.graph.named_outputs().items():
             specs = self._specs(name, value)
             node = self._add(
@@ -488,6 +495,11 @@ def _of_any_input(rule: Rule, strategies: Sequence[Strategy], num_axes: int) -> 
 
     every = all_specs(form.ndim, num_axes, partial=True)
     return replace(rule, run=run), [replace(s, inputs=(spec,)) for s in strategies for spec in every]
+
+
+def widest(operator: Operator) -> int:
+    """Bytes of an element of what its ranks say to each other: of the widest of its inputs."""
+    return max((value.dtype.itemsize for value in operator.inputs if value.dtype.is_floating_point), default=4)
 
 
 def _is_pointwise(operator: Operator) -> bool:

@@ -9,19 +9,24 @@ operand is cut by rows over the first axis, the second by columns over the other
 """
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from core.auto.formulate import Change, Formulation
+from core.auto.costs import bytes_sent
+from core.auto.formulate import Change, Formulation, widest
 from core.auto.simulate import Account, simulate
 from core.auto.solve import Plan
 from core.auto.specs import Spec
 from core.config import UserError, in_words
 from core.trace.graph import Graph, Node
 
+PEAK_WITHIN = 0.5, 1.5
+"""Of the planned peak, what a rank's may be: a plan knows nothing of what is allocated inside of operators and on the
+way from one layout to another, and counts what is freed by storages."""
 MOST_SHOWN = 12
 """Alternatives of an operator, and differences of two plans: the cheapest, and the dearest."""
 
@@ -55,6 +60,27 @@ class SpreadStep:
     def sizes(self) -> tuple[int, ...]:
         return self.formulation.machine.sizes
 
+    def sent(self, coordinate: Sequence[int] | None = None) -> dict[tuple[str, str], float]:
+        """(collective, axis) -> bytes that a rank sends in the step: between operators, and inside of them.
+
+        coordinate  of the rank; by default the first, whose parts are the largest
+        """
+        found: dict[tuple[str, str], float] = defaultdict(float)
+        for change in self.changes:
+            shape, itemsize = change.value.shape, change.value.dtype.itemsize
+            for step in change.path.steps:
+                num_bytes = step.bytes_sent(shape, itemsize, self.sizes, coordinate)
+                found[step.operation, self.axes[step.axis]] += num_bytes
+        for number, choice in enumerate(self.formulation.choices):
+            for message in choice.strategies[self.taken[number]].messages if choice.strategies else ():
+                num_bytes = message.elements * self._itemsize(number)
+                for axis in message.axes:
+                    found["all_reduce", self.axes[axis]] += bytes_sent("all_reduce", num_bytes, self.sizes[axis])
+        return {key: num for key, num in found.items() if num}
+
+    def _itemsize(self, number: int) -> int:
+        return widest(self.graph.nodes[number - len(self.graph.inputs)])
+
     def specs(self) -> dict[str, Spec]:
         """Parameter, buffer or input -> how it lies."""
         return {name: self._outputs(number)[0] for number, name in enumerate(self.graph.inputs)}
@@ -71,19 +97,19 @@ class SpreadStep:
     def _lines(self) -> Iterator[str]:
         mesh = " x ".join(f"{name}={size}" for name, size in zip(self.axes, self.sizes, strict=True))
         yield f"a step on {mesh}: {self.plan}"
-        sent = sum(change.path.bytes_sent for change in self.changes)
-        yield f"{len(self.changes)} changes of layout between operators, {in_words(sent)} sent by a rank"
+        sent = " and ".join(f"{in_words(num)} {kind} over {axis}" for (kind, axis), num in sorted(self.sent().items()))
+        yield f"{len(self.changes)} changes of layout between operators; a rank sends {sent or 'nothing'}"
         if not self.is_cut():
             yield "nothing is cut: every rank does all, which on these links takes the least time"
             return
         yield "parameters:"
         names = {name: self._told(spec) for name, spec in self.specs().items() if self._kind(name) == "parameters"}
-        yield from _folded(names)
+        yield from folded(names)
         yield "operators:"
         of_nodes = {
             f"{node.module or '.'} {_kind_of(node)}": self._strategy(self._number(node)) for node in self._shown()
         }
-        yield from _folded(of_nodes)
+        yield from folded(of_nodes)
 
     def _shown(self) -> Iterator[Node]:
         """What computes in the forward."""
@@ -193,7 +219,8 @@ class SpreadStep:
         return " -> ".join(sides)
 
 
-def _folded(told: dict[str, str]) -> Iterator[str]:
+def folded(told: dict[str, str]) -> Iterator[str]:
+    """Lines `name  what`, numbers in names as * where what they stand for is alike."""
     """Lines of what names have; blocks whose names differ in their number alone are told once."""
     found: dict[tuple[str, str], int] = {}
     for name, what in told.items():

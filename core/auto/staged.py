@@ -14,11 +14,12 @@
 
 Plans that another one beats in both time and memory are left out. What the solver does not know
 (docs/auto_solver.md) is not known here; nor are stages of unlike meshes, and skips over stages: modules whose blocks
-read what blocks further ahead made are refused.
+read what blocks further ahead made (encoders beside decoders, U-Nets) are planned as one stage that keeps everything.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -67,8 +68,9 @@ class Stage:
 class StagedPlan:
     """A way to run a step.
 
-    mesh     ranks of a stage, by axes
-    layouts  the solver's plan of the whole module on that mesh, with its optimality gap; `formulation` reads it
+    mesh        ranks of a stage, by axes
+    layouts     the solver's plan of the whole module on that mesh, with its optimality gap; `formulation` reads it
+    parameters  their names
     """
 
     stages: tuple[Stage, ...]
@@ -78,6 +80,7 @@ class StagedPlan:
     step_s: float
     layouts: Plan
     formulation: Formulation
+    parameters: tuple[str, ...]
 
     @property
     def memory_bytes(self) -> int:
@@ -117,15 +120,17 @@ def plan_stages(
     stages        numbers of stages that are tried; by default all that divide the ranks
     time_limit_s  of the solver, for each mesh
 
-    Raises UserError for a module without a chain of blocks, for a schedule that is not of `WHOLE`, and where no plan
-    fits, with what the nearest one needs.
+    Raises UserError for a module without a list of blocks, for stages of one whose blocks read what blocks further
+    ahead made, for a schedule that is not of `WHOLE`, and where no plan fits, with what the nearest one needs.
     """
     if schedule not in WHOLE:
         raise UserError(f"schedule={schedule}: stages are planned for {' and '.join(WHOLE)}; use one of them")
     if microbatches < 1:
         raise UserError(f"microbatches={microbatches}; give a positive number")
-    chain = _Chain(graph)
-    tried = [p for p in stages or divisors(cluster.ranks) if p <= chain.count]
+    chain = Chain.alike_or_not(graph)
+    if chain.skip is not None and any(p > 1 for p in stages or ()):
+        raise UserError(chain.skip)
+    tried = [p for p in stages or divisors(cluster.ranks) if p <= (1 if chain.skip else chain.count)]
     wrong = [p for p in tried if p < 1 or cluster.ranks % p]
     if wrong or not tried:
         given = wrong[0] if wrong else min(stages or (1,))
@@ -139,15 +144,19 @@ def plan_stages(
         for mesh in _meshes(cluster.ranks // num_stages, cluster.ranks_per_machine):
             links = _links(cluster, mesh)
             formulation = formulate(graph, mesh, links, speed, state=state)
-            for budget in (None, num_stages * cluster.memory_bytes):
-                try:
-                    layouts = solve(formulation.problem, budget, time_limit_s=time_limit_s)
-                except DoesNotFit:
-                    continue
+            free = solve(formulation.problem, time_limit_s=time_limit_s)
+            ways = [free]
+            if free.peak_bytes > num_stages * cluster.memory_bytes:
+                with suppress(DoesNotFit):
+                    ways.append(
+                        solve(formulation.problem, num_stages * cluster.memory_bytes, time_limit_s=time_limit_s)
+                    )
+            for layouts in ways:
                 spread = _Spread(chain, formulation, layouts, cluster, num_stages, microbatches, schedule)
-                least = min(spread.least_bytes, spread.least_bytes if least is None else least)
                 if (plan := spread.plan()) is not None:
                     found.append(plan)
+                else:
+                    least = min(spread.least_bytes, spread.least_bytes if least is None else least)
     if not found:
         needs = "" if least is None else f"; {in_words(least)} of a device is the least that was found"
         raise UserError(
@@ -172,29 +181,34 @@ def _links(cluster: Cluster, mesh: tuple[int, ...]) -> tuple[Link, ...]:
     return cluster.link(math.prod(inner), outer), *(cluster.link(1, ranks) for ranks in inner)
 
 
-class _Chain:
-    """The places of a graph's operators in its chain: 0 in front of the blocks, 1 to `count`, `count` + 1 behind."""
+class Chain:
+    """The places of a graph's operators in its chain: 0 in front of the blocks, 1 to `count`, `count` + 1 behind.
 
-    def __init__(self, graph: Graph):
+    blocks  (list, number), in the order in which their forwards begin
+    alike   blocks of lists that have alike ones; else of all lists that have several
+
+    Raises UserError for a module without.
+    """
+
+    def __init__(self, graph: Graph, alike: bool = True):
         self.graph = graph
-        blocks = self._blocks()
-        self.count = len(blocks)
-        self.places = self._places({block: n for n, block in enumerate(blocks, 1)})
+        self.blocks = self._blocks(alike)
+        self.count = len(self.blocks)
+        self.places = self._places({block: n for n, block in enumerate(self.blocks, 1)})
         self.forward_end = max((node.index for node in graph.nodes if node.kind == "forward"), default=0)
-        self._check()
 
-    def _blocks(self) -> list[tuple[str, str]]:
-        """Blocks of lists that have alike ones, in the order in which their forwards begin."""
+    def _blocks(self, only_alike: bool) -> list[tuple[str, str]]:
         kinds: dict[tuple[str, int], set[str]] = {}
         order: dict[tuple[str, str], None] = {}
         for node, alike in zip(self.graph.nodes, self.graph.alike, strict=True):
             if alike is not None and node.kind == "forward" and (block := block_of(node.module)) is not None:
-                kinds.setdefault((block[0], alike.kind), set()).add(block[1])
+                kinds.setdefault((block[0], alike.kind if only_alike else 0), set()).add(block[1])
                 order.setdefault(block[:2])
         lists = {name for (name, _), numbers in kinds.items() if len(numbers) > 1}
         found = [block for block in order if block[0] in lists]
         if len(found) < 2:
-            raise UserError("the module has no list of alike blocks, so it has no stages; plan its layouts alone")
+            which = "alike blocks" if only_alike else "blocks"
+            raise UserError(f"the module has no list of {which}, so it has no stages; plan its layouts alone")
         return found
 
     def _places(self, number: dict[tuple[str, str], int]) -> list[int]:
@@ -221,8 +235,17 @@ class _Chain:
         block = block_of(module)
         return block is None or block[:2] not in number
 
-    def _check(self) -> None:
-        """Raises UserError where a block reads what another one than the block before it has made."""
+    @classmethod
+    def alike_or_not(cls, graph: Graph) -> "Chain":
+        """The chain of alike blocks, without those that of all."""
+        try:
+            return cls(graph)
+        except UserError:
+            return cls(graph, alike=False)
+
+    @cached_property
+    def skip(self) -> str | None:
+        """A line that says where a block reads what another one than the block before it has made; None: nowhere."""
         for node in self.graph.nodes:
             if node.kind != "forward":
                 continue
@@ -231,10 +254,11 @@ class _Chain:
                     continue
                 made, read = self.places[value.node], self.places[node.index]
                 if 0 < made < read - 1:
-                    raise UserError(
+                    return (
                         f"{node.module or 'the module'} reads what {self.graph.nodes[value.node].module} made, "
-                        f"{read - made} blocks ahead of it; stages hand on to the next one alone"
+                        f"{read - made} blocks ahead of it; what stages of such a module take is not known, so plan one"
                     )
+        return None
 
     @cached_property
     def handed(self) -> list[list[Value]]:
@@ -254,7 +278,7 @@ class _Spread:
 
     def __init__(
         self,
-        chain: _Chain,
+        chain: Chain,
         formulation: Formulation,
         layouts: Plan,
         cluster: Cluster,
@@ -390,6 +414,9 @@ class _Spread:
         if whole <= self.cluster.memory_bytes:
             return Stage(blocks, (len(blocks),), forward_s, backward_s, 0.0, once_s, whole)
         least: int | None = None
+        if self.chain.skip is not None:  # segments do not keep what is read far behind them
+            self.least_bytes = max(self.least_bytes, whole)
+            return None
         for way in reversed(self._frontier(start, stop)):
             needs = resident + flying * beside + (flying - 1) * way.step.forward_bytes + way.peak_bytes
             if needs <= self.cluster.memory_bytes:
@@ -430,7 +457,7 @@ class _Spread:
         step_s = self._clock(stages) + max(stage.once_s for stage in stages)
         return StagedPlan(
             stages, self.formulation.machine.sizes, self.microbatches, self.schedule, step_s, self.layouts,
-            self.formulation,
+            self.formulation, tuple(n for n, v in self.chain.graph.inputs.items() if v.storage.kind == "parameters"),
         )  # fmt: skip
 
     def _clock(self, stages: tuple[Stage, ...]) -> float:

@@ -15,6 +15,8 @@ back. `axis` is a DeviceMesh with one dim.
 `gather_from` is for an input that every rank then uses for another part of the work (its gradients are partial sums);
 `join_from` for a result that every rank then uses alike.
 
+Each backward is the forward of another line of the table, so a gradient with `create_graph` has gradients, too.
+
 On the meta device sums and gathers send nothing: results have their shapes, so that one rank can see what a forward
 would allocate.
 
@@ -120,6 +122,11 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat((x, x.new_zeros(shape)), dim)
 
 
+def _graph_goes_on() -> bool:
+    """Return whether a backward is to be differentiated; a compiler's is not."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 class _CopyTo(Function):
     @staticmethod
     def forward(ctx, x, axis):
@@ -128,17 +135,18 @@ class _CopyTo(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduce(grad, ctx.axis), None
+        return (reduce_from if _graph_goes_on() else all_reduce)(grad, ctx.axis), None
 
 
 class _ReduceFrom(Function):
     @staticmethod
     def forward(ctx, x, axis):
+        ctx.axis = axis
         return all_reduce(x, axis)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return copy_to(grad, ctx.axis) if _graph_goes_on() else grad, None
 
 
 class _GatherFrom(Function):
@@ -149,7 +157,7 @@ class _GatherFrom(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.dim, ctx.axis), None, None
+        return (scatter_to if _graph_goes_on() else reduce_scatter)(grad, ctx.dim, ctx.axis), None, None
 
 
 class _ScatterTo(Function):
@@ -160,7 +168,8 @@ class _ScatterTo(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_gather(grad, ctx.dim, ctx.axis).narrow(ctx.dim, 0, ctx.rows), None, None
+        whole = (gather_from if _graph_goes_on() else all_gather)(grad, ctx.dim, ctx.axis)
+        return whole.narrow(ctx.dim, 0, ctx.rows), None, None
 
 
 class _SplitTo(Function):
@@ -171,7 +180,8 @@ class _SplitTo(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _ScatterTo.backward(ctx, grad)
+        whole = (join_from if _graph_goes_on() else all_gather)(grad, ctx.dim, ctx.axis)
+        return whole.narrow(ctx.dim, 0, ctx.rows), None, None
 
 
 class _JoinFrom(Function):
@@ -182,7 +192,7 @@ class _JoinFrom(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return take_shard(grad, ctx.dim, ctx.axis), None, None
+        return (split_to if _graph_goes_on() else take_shard)(grad, ctx.dim, ctx.axis), None, None
 
 
 class _ExchangeRows(Function):
@@ -193,7 +203,7 @@ class _ExchangeRows(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _send_rows(grad, *ctx.way), None, None, None
+        return (exchange_rows if _graph_goes_on() else _send_rows)(grad, *ctx.way), None, None, None
 
 
 def _send_rows(x: Tensor, sent: list[int], received: list[int], axis: DeviceMesh) -> Tensor:

@@ -41,6 +41,7 @@ from core.kernels.cross_entropy import cut
 from core.layout import largest_share
 from core.parallel.correction import CORRECTIONS, CorrectionSpec
 from core.parallel.data import BUCKET_BYTES
+from core.parallel.pipeline.messages import MOST_UNFINISHED
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
 from core.parallel.recompute import SEGMENTED
 from core.placement.stages import StageSplit
@@ -223,7 +224,7 @@ def _rank_memory(
 
     one_step = run.wide_bytes * _num_whole(parts)
     earlier = _waiting_steps(run, rank) * one_step + _late_copies_bytes(model, run, stages, rank)
-    resident = state.resident + bias + gathered + earlier
+    resident = state.resident + bias + gathered + earlier + _on_their_way(run, block.input)
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
@@ -293,6 +294,12 @@ def _steps_at_an_end(run: RunShape) -> int:
     """Steps whose gradients wait behind a step that begins no other, when their versions are gone."""
     spec = SCHEDULES[run.pipeline.schedule]
     return spec.depth(run.pp) if run.pp > 1 and not spec.updates_at_once else 0
+
+
+def _on_their_way(run: RunShape, message_bytes: float) -> float:
+    """Activations and gradients that a stage has sent and not yet let go of."""
+    sent = run.num_microbatches * (1 + SCHEDULES[run.pipeline.schedule].depth(run.pp))
+    return min(MOST_UNFINISHED, sent) * message_bytes if run.pp > 1 else 0.0
 
 
 def _num_whole(parts: list[Part]) -> int:
@@ -562,13 +569,17 @@ def _head_bytes(model: ModelShape, run: RunShape, has_head: bool) -> _Head:
     )
     softmax = 2 * tile_tokens * rows * wide
     weight_elements = rows * head.width
-    norm = model.block.input.bytes_per_token(run) + head.norm.bytes_per_token(run)
+    stream = model.block.input.bytes_per_token(run)
+    ends = {  # the output, its gradient, and on grids what a product has of its input on the way
+        "1d": 2 * width * head.width,
+        "3d": (2 + 3 * run.tp_side) * stream,
+    }.get(run.tp_mode, 3 * stream)
     # Several chunks are summed; where in a wider dtype, the rounded sum is in the end beside that sum.
     in_parts = chunk_tokens < run.tokens or dtype == torch.float16
     summed = sum_dtype.itemsize * weight_elements if in_parts else 0
     rounded = 0 if summed and sum_dtype == dtype else width * weight_elements
     return _Head(
-        activations=run.tokens * (norm + 2 * width * head.width),
+        activations=run.tokens * (stream + head.norm.bytes_per_token(run) + ends),
         scratch=chunk_tokens * rows * width + summed + max(softmax, rounded),
         tied_gradient=width * weight_elements if head.tied and run.pp == 1 else 0,
     )

@@ -32,7 +32,7 @@ class PlannedMachine:
         """Raises UserError for what no machine has."""
         for name in ("bandwidth_gb_s", "memory_gb_s", "utilisation"):
             value = getattr(self, name)
-            if value <= 0:
+            if not value > 0:  # nor what is no number
                 raise UserError(f"{name}={value}; give a positive number")
         if self.memory is not None:
             size_in_bytes(self.memory, "memory", "GiB")

@@ -64,6 +64,8 @@ sum_v q_v logit_v, so that it sums over the shards; without label smoothing the 
 """
 Product = Callable[[Tensor, Tensor], Tensor]
 """Matrix product a[M, K] b[K, N]."""
+Show = Callable[[slice, Tensor], None]
+"""(tokens, g[C, V]): the gradient of the sum of the losses by the logits of these tokens; it must stay as it is."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     product: Product = torch.matmul,
+    show: Show | None = None,
 ) -> Tensor:
     """The sum of the tokens' losses; scalar, fp32 or wider. Gradients for x, weight and bias, made in the forward.
 
@@ -113,6 +116,7 @@ def linear_cross_entropy(
     vocab_start  the shard's first row; vocab_size: rows of the whole vocabulary (default: the weight's)
     max_rows     the most rows that any rank holds: cuts the tokens into chunks, alike on every rank
     product      multiplies matrices
+    show         is shown the gradients of each chunk's logits, where there are gradients
 
     Raises ValueError when the shapes do not fit each other.
     """
@@ -128,7 +132,7 @@ def linear_cross_entropy(
     num_rows = weight_VD.shape[0]
     objective = Objective(vocab_size or num_rows, vocab_start, ignore_index, label_smoothing, z_loss)
     chunk_tokens, sum_dtype = cut(len(x_ND), max_rows or num_rows, x_ND.shape[1], x_ND.dtype)
-    arguments = x_ND, weight_VD, bias_V, targets_N, objective, combine, product, chunk_tokens, sum_dtype
+    arguments = x_ND, weight_VD, bias_V, targets_N, objective, combine, product, chunk_tokens, sum_dtype, show
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[:3]):
         return _LinearCrossEntropy.apply(*arguments)
     return _over_chunks(*arguments, with_gradients=False)[0]
@@ -166,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_ND, dweight_VD, dbias_V = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
         dx_ND, dweight_VD = dx_ND.mul_(grads[0]), dweight_VD.mul_(grads[0]).to(ctx.dtype)
-        return dx_ND, dweight_VD, None if dbias_V is None else dbias_V.mul_(grads[0]).to(ctx.dtype), *[None] * 6
+        return dx_ND, dweight_VD, None if dbias_V is None else dbias_V.mul_(grads[0]).to(ctx.dtype), *[None] * 7
 
 
 def _over_chunks(
@@ -179,6 +183,7 @@ def _over_chunks(
     product: Product,
     chunk_tokens: int,
     sum_dtype: torch.dtype,
+    show: Show | None,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(loss, its gradients by x, weight and bias); that by a weight in fp16 is in fp32, that by a bias always."""
@@ -204,6 +209,8 @@ def _over_chunks(
         loss = loss + (loss_C * (targets_C != objective.ignore_index)).sum()
         if dx_ND is not None:
             g_CV = shard.gradients(logsumexp_C)
+            if show is not None:
+                show(chunk, g_CV)
             dx_ND[chunk] = vocabulary.input_gradient(g_CV)
             dweight.add(g_CV.T, x_CD)
             if dbias_V is not None:

@@ -5,6 +5,9 @@ The loss never holds all logits: see `core.kernels.cross_entropy`.
 Shapes: B batch, L length, R chosen places, D model, V vocabulary rows held here.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
 from core.kernels.cross_entropy import Combine, linear_cross_entropy
@@ -17,6 +20,8 @@ class Head(nn.Module):
     weight[V, D]  the embedding's own weight when tied
     bias[V]       added to the logits (BERT's); None: none
     combine, vocab_start  set by whoever shards the vocabulary: see `Combine`; the first row held here
+    show_gradients  (x[B, L, D], tokens, g[C, V]) -> None, set by who wants to see the gradients of the returned sum by
+              some tokens' logits; called in the forward, chunk by chunk, where there are gradients
     max_rows  the most rows of the vocabulary that any rank holds: cuts the tokens into chunks, alike on every rank
     z_loss, label_smoothing, ignore_index  as in `linear_cross_entropy`
     """
@@ -36,6 +41,7 @@ class Head(nn.Module):
         self.weight = nn.Linear(dim, vocab_size, bias=False).weight if weight is None else weight
         self.bias = nn.Parameter(self.weight.new_zeros(vocab_size)) if bias else None
         self.combine: Combine | None = None
+        self.show_gradients: Callable[[Tensor, slice, Tensor], None] | None = None
         self.vocab_size = vocab_size
         self.vocab_start = 0
         self.max_rows = vocab_size
@@ -71,4 +77,5 @@ class Head(nn.Module):
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
             product=product,
+            show=None if self.show_gradients is None else partial(self.show_gradients, x_BLD),
         )

@@ -42,10 +42,10 @@ from core.optim.factored import (
     phases_for,
     variance_squares,
 )
+from core.optim.narrow import MOMENTUM_FORMATS, MomentumFormat
 from core.optim.sharded import CODES, SCALES, Batch, Held, Reduction, ShardedOptimizer
 from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_options, decay_groups, own_values
 
-MomentumFormat = Literal["fp32", "bf16", "8bit"]
 Convention = Literal["torch", "paper"]
 
 
@@ -279,7 +279,7 @@ def _check(
         d=(d, d >= 1, "a number >= 1"),
         weight_decay=(weight_decay, weight_decay >= 0, "a number >= 0"),
         beta1=(beta1, beta1 is None or 0 <= beta1 < 1, "a number from 0 to below 1, or None"),
-        momentum_format=(momentum_format, momentum_format in ("fp32", "bf16", "8bit"), "fp32, bf16 or 8bit"),
+        momentum_format=(momentum_format, momentum_format in MOMENTUM_FORMATS, "fp32, bf16 or 8bit"),
         factored=(factored, factored in ("last", "largest"), "last or largest"),
         convention=(convention, convention in ("torch", "paper"), "torch or paper"),
     )

@@ -42,7 +42,7 @@ def solve(
     kept: list[tuple[Tensor, float]] = []
     least = torch.finfo(x.dtype).eps ** 2 * float(right @ (right / precondition))
     done, keep_at = 0, 1.0
-    while done < most and slope > least:
+    while done < most and not slope <= least:  # also of a slope that is no number, which its curvature tells
         image = product(direction)
         curvature = float(direction @ image)
         if curvature != curvature or curvature == float("inf"):

@@ -31,6 +31,7 @@ from core.optim.matrices import (
     matrix_state_bytes,
     require_matrices,
 )
+from core.optim.narrow import MomentumFormat
 from core.optim.sharded import Batch, Held
 from core.optim.spec import OptimizerSpec, check_moments, check_options, own_values
 from core.optim.spectra import has_values, is_finite, negligible, settled
@@ -58,12 +59,13 @@ class GaLore(MatrixOptimizer):
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, *, rank: int = 128, update_gap: int = 200, alpha: float = 0.25,
-        rotate_moments: bool = False, whole: tuple[str, ...] = WHOLE, maximize: bool = False,
+        rotate_moments: bool = False, whole: tuple[str, ...] = WHOLE,
+        momentum_format: MomentumFormat = "fp32", maximize: bool = False,
     ):  # fmt: skip
         own = {"rank": rank, "update_gap": update_gap, "alpha": alpha, "rotate_moments": rotate_moments}
         _check(lr, betas, eps, weight_decay, **own)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults | own, whole)
+        super().__init__(params, defaults | own, whole, momentum_format)
 
     @staticmethod
     def shapes(shape: tuple[int, ...], options: Mapping[str, Any]) -> Shapes:
@@ -174,4 +176,6 @@ def _build(config: GaLoreConfig, masters: Mapping[str, Tensor]) -> GaLore:
     return GaLore(masters.items(), lr=config.lr, **own_values(config))
 
 
-SPEC = OptimizerSpec(GaLoreConfig, partial(matrix_state_bytes, GaLore), _build, sized_by=("rank", "whole"))
+SPEC = OptimizerSpec(
+    GaLoreConfig, partial(matrix_state_bytes, GaLore), _build, sized_by=("rank", "whole", "momentum_format")
+)

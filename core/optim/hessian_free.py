@@ -11,7 +11,8 @@ For the mean loss f(w) = L(z(w)) with outputs z, Jacobian J and the Hessian H_L 
 5. the longest of lr, 0.8 lr, 0.64 lr, … times d for which f falls by 0.01 of what g promises; else none
 
 Products are two backwards: v -> J v is the derivative, by u, of the product u -> J^T u. The batch is one and the same
-throughout a step. Vectors are whole on every rank; d is kept as the parameters' masters are.
+throughout a step. Vectors are whole on every rank; d is kept as the parameters' masters are. Under tensor parallelism
+both backwards send what the layers send in theirs (core/comm/collectives.py), beside the one message of a product.
 
 A step whose curvature is not finite leaves the parameters, doubles l, and is counted in `fallbacks`.
 
@@ -19,6 +20,7 @@ Martens 2010, Deep learning via Hessian-free optimization; Schraudolph 2002 (Gau
 Sutskever 2012, Training deep and recurrent networks with Hessian-free optimization. The signs are Bekas et al.'s 2007.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +31,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from core.compat import own_part
 from core.config import UserError
-from core.layout import Layout, layout_of
-from core.mesh import stage_group
+from core.layout import Layout, is_dtensor, layout_of
+from core.mesh import axis_size, stage_group
 from core.optim.conjugate import solve
 from core.optim.prediction import Drawing
 from core.optim.sharded import Batch, ShardedOptimizer
@@ -78,7 +81,7 @@ class HessianFree(ShardedOptimizer):
     `step(closure)` takes a `Closure`, or one for each microbatch; `found` then says what it did. With several, forwards
     are computed again for each product, so that the values of one are in memory.
 
-    Raises UserError for values out of range, parameters that are cut, and without a closure.
+    Raises UserError for values out of range, parameters that are cut by more than tp, and without a closure.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class HessianFree(ShardedOptimizer):
         _check(**options)
         parameters = model.named_parameters() if isinstance(model, nn.Module) else model.items()
         self._masters: dict[str, Tensor] = {name: p for name, p in parameters if p.requires_grad}
-        self._parameters: list[Tensor] = []
+        self._parameters: list[_Held] = []
         self.fallbacks = 0
         self.found: Found | None = None
         super().__init__(list(self._masters.values()), options)
@@ -98,16 +101,24 @@ class HessianFree(ShardedOptimizer):
             self.watch(model)
 
     def watch(self, model: nn.Module, table: Mapping[str, Any] | None = None) -> None:
-        """Take the parameters of the model that computes, whose masters these are; once, before the first step."""
-        own = dict(model.named_parameters())
-        self._parameters = [own[name] for name in self._masters]
-        for name, parameter in zip(self._masters, self._parameters):
-            cut = table[name].layout.cuts if table is not None else layout_of(parameter).cuts
-            if cut or isinstance(parameter, DTensor):
+        """Take the parameters of the model that computes, whose masters these are; once, before the first step.
+
+        table  name -> `core.placement.table.Placed`: how ranks share parameters in forwards
+        """
+        own, copies = dict(model.named_parameters()), self._tensor_ranks()
+        self._parameters = []
+        for name in self._masters:
+            parameter = own[name]
+            cuts = {axis for axis, _ in layout_of(parameter).cuts}
+            if (cuts - {"tp"}) or (cuts and table is None):
                 raise UserError(
-                    f"hessian_free: parameter {name} is cut, and products by two backwards do not pass the messages of "
-                    "its layer; use --zero 0, 1 or 2, --mesh.tp 1 and no --gemini.budget"
+                    f"hessian_free: parameter {name} is cut over {' and '.join(sorted(cuts))}, and products by two "
+                    "backwards do not pass the messages of its layer; use --zero 0, 1 or 2, --mesh.tp-mode 1d, "
+                    "--mesh.ep 1 and no --gemini.budget"
                 )
+            layout = layout_of(parameter) if table is None else table[name].layout
+            alike = not cuts and (table is None or "tp" not in table[name].partial)
+            self._parameters.append(_Held(parameter, layout, 1 / copies if alike else 1.0))
 
     def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         damping = torch.full((1,), float(options["damping"]), dtype=torch.float64, device=parameter.device)
@@ -138,7 +149,7 @@ class HessianFree(ShardedOptimizer):
         self.init_state()
         for parameter in self._masters.values():
             self.state[parameter]["step"] += 1
-        problem = _Problem(self._parameters, closures, self._group())
+        problem = _Problem(self._parameters, closures, self._group(), self._tensor_ranks())
         try:
             self._minimise(problem, first_row)
         finally:
@@ -174,8 +185,8 @@ class HessianFree(ShardedOptimizer):
         factor = 1.5 if not ratio >= 0.25 else 2 / 3 if ratio > 0.75 else 1.0
         for state in states:
             state["damping"].mul_(factor)
-        for (name, master), change in zip(self._masters.items(), problem.parted(direction * length)):
-            master.add_(self.place(self._masters[name]).layout.local(change).to(master))
+        for master, change in zip(self._masters.values(), problem.parted(direction * length)):
+            master.add_(self.place(master).layout.local(change).to(master))
         damping = float(states[0]["damping"])
         self.found = Found(loss, self.found.norm, solution.iterations, ratio, length, damping)
 
@@ -207,8 +218,15 @@ class HessianFree(ShardedOptimizer):
 
     def _group(self) -> Any:
         """All ranks that share parameters; None: this one."""
-        meshes = [mesh for p in self._masters.values() if isinstance(mesh := self.place(p).layout.mesh, DeviceMesh)]
+        meshes = self._meshes()
         return stage_group(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
+
+    def _tensor_ranks(self) -> int:
+        """Ranks that evaluate the model on the same rows."""
+        return max((axis_size(m, "tp") for m in self._meshes() if "tp" in (m.mesh_dim_names or ())), default=1)
+
+    def _meshes(self) -> list[DeviceMesh]:
+        return [mesh for p in self._masters.values() if isinstance(mesh := self.place(p).layout.mesh, DeviceMesh)]
 
     def _whole_directions(self) -> Tensor:
         """The d of before, put together where masters are cut: one message."""
@@ -250,21 +268,70 @@ def _replicas(layout: Layout) -> list[str]:
     return [axis for axis in mesh.mesh_dim_names or () if axis not in cutting and layout.axis_size(axis) > 1]
 
 
-class _Problem:
-    """One batch: its loss, gradient and Gauss-Newton products as functions of the parameters, all ranks' together."""
+@dataclass(frozen=True)
+class _Held:
+    """A parameter as this rank's forwards have it.
 
-    def __init__(self, parameters: list[Tensor], closures: list[Closure], group: Any):
-        self.parameters, self.closures = parameters, closures
+    layout  of that
+    share   of this rank's gradient in the sum over all ranks
+    """
+
+    parameter: Tensor
+    layout: Layout
+    share: float = 1.0
+
+    @property
+    def local(self) -> Tensor:
+        return _plain(self.parameter)
+
+    def like(self, part: Tensor) -> Tensor:
+        """A local tensor as a gradient of the parameter is."""
+        parameter = self.parameter
+        if not isinstance(parameter, DTensor):
+            return part
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+
+    def whole(self, gradient: Tensor) -> Tensor:
+        """[elements of the whole], with this rank's part of the sum over all ranks."""
+        if not self.layout.cuts:
+            return _plain(gradient).flatten() * self.share
+        made = _plain(gradient).new_zeros(self.layout.shape)
+        for here, there in self.layout.boxes():
+            made[there] = _plain(gradient)[here]
+        return made.flatten() * self.share
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return own_part(tensor) if is_dtensor(tensor) else tensor
+
+
+class _Problem:
+    """One batch: its loss, gradient and Gauss-Newton products as functions of the parameters, all ranks' together.
+
+    copies  ranks that evaluate it on the same rows
+    """
+
+    def __init__(self, held: Sequence[_Held], closures: list[Closure], group: Any, copies: int = 1):
+        self.held, self.closures, self.copies = held, closures, copies
+        self.parameters = [h.parameter for h in held]
         self.group = group if group is not None and group.size() > 1 else None
-        self.sizes = [p.numel() for p in parameters]
-        self.values = [p.detach().clone() for p in parameters]
+        self.sizes = [math.prod(h.layout.shape) for h in held]
+        self.values = [h.local.detach().clone() for h in held]
         self._graphs: list[tuple[Tensor, Tensor]] | None = None
 
     def forget(self) -> None:
         self._graphs = None
 
     def parted(self, vector: Tensor) -> list[Tensor]:
-        return [v.view(p.shape) for v, p in zip(vector.split(self.sizes), self.parameters)]
+        """Of each parameter the whole."""
+        return [v.view(h.layout.shape) for v, h in zip(vector.split(self.sizes), self.held)]
+
+    def owned(self, vector: Tensor) -> list[Tensor]:
+        """Of each parameter what this rank's forwards have."""
+        return [h.layout.local(whole) for whole, h in zip(self.parted(vector), self.held)]
 
     def begin(self, options: dict[str, Any], step: int, first_row: int | None) -> tuple[float, Tensor, Tensor]:
         """Loss, gradient, and the diagonal of the mean over rows of their squared gradients: one message."""
@@ -292,14 +359,15 @@ class _Problem:
         message = torch.cat([loss, *(v.double() for v in vectors)])
         if self.group is not None:
             dist.all_reduce(message, group=self.group)
-        (total, rows_of_all), message = message[:2].tolist(), message[2:].to(vectors[0].dtype)
+        (total, rows_of_all), message = (message[:2] / self.copies).tolist(), message[2:].to(vectors[0].dtype)
         gradient, *squares = message.split(len(vectors[0]))
         diagonal = torch.stack([s.square() for s in squares]).mean(0) * rows_of_all if squares else 0 * gradient
         return total, gradient, diagonal
 
     def product(self, vector: Tensor) -> Tensor:
         """J^T H_L J v, summed over the batch."""
-        parts, found = self.parted(vector), torch.zeros_like(vector)
+        parts = [h.like(part.contiguous()) for h, part in zip(self.held, self.owned(vector))]
+        found = torch.zeros_like(vector)
         for index in range(len(self.closures)):
             loss, outputs = self._graphs[0] if self._graphs is not None else self._evaluated(self.closures[index])
             found += self._gradient(outputs, _output_product(loss, outputs, self.parameters, parts))
@@ -309,18 +377,18 @@ class _Problem:
 
     def loss_at(self, direction: Tensor) -> float:
         """The loss of the batch at w + d."""
-        for parameter, value, change in zip(self.parameters, self.values, self.parted(direction)):
-            parameter.copy_(value + change)
+        for h, value, change in zip(self.held, self.values, self.owned(direction)):
+            h.local.copy_(value + change)
         try:
             total = torch.zeros(1, dtype=torch.float64, device=self.values[0].device)
             for closure in self.closures:
                 total += closure()[0].detach()
         finally:
-            for parameter, value in zip(self.parameters, self.values):
-                parameter.copy_(value)
+            for h, value in zip(self.held, self.values):
+                h.local.copy_(value)
         if self.group is not None:
             dist.all_reduce(total, group=self.group)
-        return float(total)
+        return float(total) / self.copies
 
     @staticmethod
     def _evaluated(closure: Closure) -> tuple[Tensor, Tensor]:
@@ -329,7 +397,7 @@ class _Problem:
 
     def _gradient(self, of: Tensor, along: Tensor | None) -> Tensor:
         grads = _grad(of, self.parameters, along)
-        return torch.cat([g.flatten() for g in grads])
+        return torch.cat([h.whole(g) for h, g in zip(self.held, grads)])
 
 
 def _output_product(loss: Tensor, outputs: Tensor, parameters: list[Tensor], vector: list[Tensor]) -> Tensor:

@@ -37,8 +37,9 @@ from core.kernels.adamw import adamw
 from core.layout import Layout, layout_of, tag
 from core.mesh import axis_size, tensor_names
 from core.optim.home import Pool, _assembled, _Message, balanced
+from core.optim.kfac_cut import Cut, GridCut
 from core.optim.kfac_layers import Layer, Sharing, Use, find_layers, one_product, packed, packed_size, unpacked
-from core.optim.kfac_observer import Cut, Observer
+from core.optim.kfac_observer import Observer
 from core.optim.kfac_solve import NotInverted, damped_inverses, eigenbasis, into_basis, times
 from core.optim.sharded import Batch, Held, ShardedOptimizer, wide_dtype
 from core.optim.spec import (
@@ -120,7 +121,7 @@ class KFAC(ShardedOptimizer):
                 "trained and not excluded; use another --optim.name"
             )
         cuts = [[_cut_of(use, layer, self._named, table) for use in layer.uses] for layer in self._layers]
-        cut = any(c.copies > 1 for of_layer in cuts for c in of_layer)
+        cut = any(isinstance(c, Cut) and c.copies > 1 for of_layer in cuts for c in of_layer)
         if cut and options["sharing"] == "reduce":
             raise UserError("kfac: sharing=reduce with tensor parallelism: ranks hold parts of a row; use expand")
         self._observer = Observer(self._layers, cuts, options["sharing"])
@@ -481,7 +482,7 @@ def _basis_shape(factor: tuple[int, ...]) -> tuple[int, ...]:
     return factor if len(factor) == 2 else (0,)
 
 
-def _cut_of(use: Use, layer: Layer, named: Mapping[str, Tensor], table: Mapping[str, Any] | None) -> Cut:
+def _cut_of(use: Use, layer: Layer, named: Mapping[str, Tensor], table: Mapping[str, Any] | None) -> Cut | GridCut:
     """How ranks share a layer in forwards.  Raises UserError for ways that its sums cannot be made on."""
     if table is None:
         return Cut()
@@ -491,20 +492,19 @@ def _cut_of(use: Use, layer: Layer, named: Mapping[str, Tensor], table: Mapping[
         return Cut()
     names = [axis for axis in tensor_names(mesh) if axis in (mesh.mesh_dim_names or ())]
     copies = math.prod(axis_size(mesh, axis) for axis in names)
-    where = f"kfac: {use.name or 'the model'}"
     if copies == 1:
         return Cut()
-    if names != ["tp"]:
-        raise UserError(f"{where} on a grid of tensor parallelism has no sums of whole rows; use --mesh.tp-mode 1d")
-    if not row.layout.cuts:
-        if "tp" in row.partial:
-            raise UserError(
-                f"{where} computes on each rank's part of the sequence, of which some may be filled up; leave it out: "
-                f"--optim.exclude '{use.name}', or use --mesh.tp 1"
-            )
-        return Cut(copies)
-    (_, dim), *_ = row.layout.cuts
-    return Cut(copies, row.layout, dim, row.layout.axis_group("tp"))
+    if row.layout.cuts:
+        if names != ["tp"]:
+            return GridCut(copies, row.layout)
+        (_, dim), *_ = row.layout.cuts
+        return Cut(copies, row.layout, dim, row.layout.axis_group("tp"))
+    if {*names} & {*row.partial}:
+        raise UserError(
+            f"kfac: {use.name or 'the model'} computes on each rank's part of the batch, of which some may be filled "
+            f"up; leave it out: --optim.exclude '{use.name}', or use --mesh.tp 1"
+        )
+    return Cut(copies)
 
 
 def _check(
@@ -573,8 +573,8 @@ class KfacConfig(OptimConfig):
 
 
 def _state_bytes(config: KfacConfig, part: Part) -> int:
-    """Of a matrix of the blocks with a bias; of others two moments, which is no less."""
-    if part.role not in ("matrix", "kernel"):
+    """Of a matrix with a bias, of tables as if they were a head, too; of others two moments, which is no less."""
+    if part.role not in ("matrix", "kernel", "outer", "head", "embedding"):
         return 2 * part.num_bytes
     sides = part.whole[0], math.prod(part.whole[1:]) + 1
     packed_elements = sum(n if n > config.max_dim else n * (n + 1) // 2 for n in sides)

@@ -27,8 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.config import UserError
+
 Sharing = Literal["expand", "reduce"]
-Kind = Literal["linear", "conv", "conv1d", "embedding"]
+Kind = Literal["linear", "conv", "conv1d", "embedding", "head"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,12 @@ class Layer:
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What K-FAC takes a module for; None: its Fisher information does not factor."""
+    """What K-FAC takes a module for; None: its Fisher information does not factor.
+
+    A head is a linear layer [V, D] with its loss, whose logits nobody holds: it calls its `show_gradients`, where that
+    is set, with its inputs [B, L, D], a slice of their tokens, and the gradients [C, V] of these tokens' logits, of the
+    sum of the losses that it returns.
+    """
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Conv1d | nn.Conv2d):
@@ -96,6 +103,8 @@ def kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, nn.Embedding):
         return None if module.max_norm is not None or module.scale_grad_by_freq or module.sparse else "embedding"
     weight = getattr(module, "weight", None)
+    if hasattr(module, "show_gradients") and isinstance(weight, Tensor) and weight.ndim == 2:
+        return "head"
     if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2:
         return "conv1d"
     return None
@@ -115,7 +124,8 @@ def find_layers(
     max_dim  the longest side with a factor that is no diagonal
     exclude  patterns of names of modules that are left out
 
-    A parameter that also a module of another kind has (a head with its loss, a module of one's own) is no layer's.
+    A parameter that also a module of another kind has (one's own) is no layer's. Raises UserError for stacks of
+    matrices that are not left out.
     """
     names: dict[int, str] = {}
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -125,6 +135,7 @@ def find_layers(
             owners.setdefault(id(parameter), []).append((prefix, module, leaf))
             if full in trained:
                 names.setdefault(id(parameter), full)
+    _refuse_stacks(owners, names, shapes, exclude)
     found = []
     for key, name in names.items():
         uses = [Use(prefix, module, kind) for prefix, module, leaf in owners[key]
@@ -138,6 +149,24 @@ def find_layers(
             bias = names.get(id(own)) if own is not None and len(owners[id(own)]) == 1 else None
         found.append(_layer(name, bias, shapes[name], tuple(uses), max_dim))
     return found
+
+
+def _refuse_stacks(
+    owners: Mapping[int, list[tuple[str, nn.Module, str]]],
+    names: Mapping[int, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    exclude: tuple[str, ...],
+) -> None:
+    """Raises UserError for several matrices in one parameter, such as those of experts."""
+    for key, name in names.items():
+        (prefix, module, _), *_ = owners[key]
+        is_stack = len(shapes[name]) == 3 and shapes[name][0] > 1
+        is_kernel = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
+        if is_stack and not is_kernel and not any(fnmatchcase(prefix, pattern) for pattern in exclude):
+            raise UserError(
+                f"kfac: {name} is a stack of {shapes[name][0]} matrices, each of which sees rows of its own, and "
+                f"factors are of layers that see all; leave it to AdamW, as what else is: --optim.exclude … '{prefix}'"
+            )
 
 
 def _layer(name: str, bias: str | None, whole: tuple[int, ...], uses: tuple[Use, ...], max_dim: int) -> Layer:
@@ -158,7 +187,7 @@ def input_rows(use: Use, x: Tensor, bias: bool, rows: int, sharing: Sharing) -> 
         padding = use.module.padding_idx
         return indices if padding is None else indices[indices != padding]
     a = _patches(use.module, x) if use.kind == "conv" else x
-    a = a.reshape(rows, -1, a.shape[-1])
+    a = a.reshape(rows, -1 if a.numel() else 0, a.shape[-1])
     if bias:
         a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], -1)
     return a.mean(1) if sharing == "reduce" else a.flatten(0, 1)
@@ -170,7 +199,7 @@ def gradient_rows(use: Use, g: Tensor, x: Tensor, rows: int, sharing: Sharing) -
         g = g.movedim(1, -1)
     if use.kind == "embedding" and use.module.padding_idx is not None:
         g = g.masked_fill((x == use.module.padding_idx)[..., None], 0.0)
-    g = g.reshape(rows, -1, g.shape[-1])
+    g = g.reshape(rows, -1 if g.numel() else 0, g.shape[-1])
     return g.sum(1) if sharing == "reduce" else g.flatten(0, 1)
 
 

@@ -2,7 +2,7 @@
 
 Forward hooks take a layer's input, and leave a hook on its output that takes the gradient when it comes. Nothing is
 kept but the sums, in the wide format. What ranks of tensor parallelism cut of a layer's features is put together, one
-message a layer; what they hold alike counts once.
+message a layer (core/optim/kfac_cut.py).
 """
 
 import weakref
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from core.config import UserError
-from core.layout import Layout
+from core.optim.kfac_cut import Cut, GridCut, Shown, Squares, Whole
 from core.optim.kfac_layers import (
     Layer,
     Sharing,
@@ -29,35 +27,6 @@ from core.optim.kfac_layers import (
     packed_size,
 )
 from core.optim.sharded import wide_dtype
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How ranks of tensor parallelism share a layer.
-
-    copies    ranks of them, 1: none
-    layout    of the weight in forwards
-    dim       of the weight that is cut; None: it is whole on each
-    group     those ranks
-    """
-
-    copies: int = 1
-    layout: Layout | None = None
-    dim: int | None = None
-    group: ProcessGroup | None = None
-
-    def whole(self, x: Tensor, feature_dim: int) -> Tensor:
-        """x with the features of all ranks, from those that this one has."""
-        assert self.layout is not None
-        assert self.dim is not None
-        shape = list(x.shape)
-        shape[feature_dim] = self.layout.shape[self.dim]
-        made, start, dim = x.new_zeros(shape), 0, feature_dim % x.ndim
-        for stretch in self.layout.stretches()[self.dim]:
-            made.narrow(dim, stretch.start, len(stretch)).copy_(x.narrow(dim, start, len(stretch)))
-            start += len(stretch)
-        dist.all_reduce(made, group=self.group)
-        return made
 
 
 @dataclass
@@ -88,13 +57,14 @@ class Observer:
     bases  layer -> (Q_R, Q_C), of the layers whose squares in a basis are summed, too
     """
 
-    def __init__(self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut]], sharing: Sharing):
+    def __init__(self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut | GridCut]], sharing: Sharing):
         self.layers = layers
         self.sharing: Sharing = sharing
         self._copies = max(cut.copies for of_layer in cuts for cut in of_layer)
         self.bases: dict[int, tuple[Tensor, Tensor]] = {}
         self.items = 0.0
         self.seen: dict[tuple[int, int], Seen] = {}
+        self.shown: dict[tuple[int, int], Shown] = {}
         self._recording: _Recording | None = None
         own = weakref.ref(self)
         for index, layer in enumerate(layers):
@@ -102,9 +72,11 @@ class Observer:
                 cut = cuts[index][use_index]
                 hook = _hook(own, (index, use_index), layer, use, cut)
                 use.module.register_forward_hook(hook, with_kwargs=True)
+                if use.kind == "head":
+                    use.module.show_gradients = _shows(own, (index, use_index), layer)
 
     def clear(self) -> None:
-        self.items, self.seen = 0.0, {}
+        self.items, self.seen, self.shown = 0.0, {}, {}
 
     @contextmanager
     def recording(
@@ -143,72 +115,106 @@ class Observer:
                         parts.append(seen.squares.flatten().to(device, dtype))
         return torch.cat([*parts, torch.tensor([self.items / self._copies], device=device, dtype=dtype)])
 
-    def _sharing_of(self, use: Use) -> Sharing:
+    def sharing_of(self, use: Use) -> Sharing:
         """Looked-up rows are cases of their own: their mean is none of the table's."""
         if use.kind == "embedding":
             return "expand"
         return self.sharing
 
     @torch.no_grad()
-    def take(self, key: tuple[int, int], layer: Layer, use: Use, cut: Cut, x: Tensor, y: Tensor) -> None:
+    def take(
+        self, key: tuple[int, int], layer: Layer, use: Use, cut: Cut | GridCut, x: Tensor, y: Tensor
+    ) -> None:  # fmt: skip
         """Note an input, and wait for the gradient of what it became."""
-        now = self._recording
+        now, shown = self._recording, self.shown.pop(key, None)
         assert now is not None
+        if use.kind == "head" and shown is None:
+            if cut.copies > 1:
+                raise UserError(
+                    "kfac: with tensor parallelism a head shows the gradients of its loss alone, and logits are asked "
+                    "for here; use --optim.fisher sampled or empirical"
+                )
+            x = x[:, : y.shape[1]]
         if not y.requires_grad:
             raise UserError(
                 f"kfac: {use.name or 'the model'} is computed without a graph, and no gradient comes to it; use "
                 "--recompute.mode none or full, or leave it out: --optim.exclude"
             )
-        sharing = self._sharing_of(use)
         rows = now.rows if now.rows is not None else len(x)
-        if rows and x.shape[0] % rows:
+        if isinstance(cut, Cut) and rows and x.shape[0] % rows:
             raise UserError(
                 f"kfac: {use.name} is given {x.shape[0]} rows of a microbatch of {rows}, and what it does to all of "
                 f"them at once has no factors; leave it out: --optim.exclude '{use.name}'"
             )
-        whole_x, input_share, gradient_share = _shares(use, cut, x, y, now.length)
-        cases = input_rows(use, whole_x, layer.bias is not None, rows, sharing)
-        inputs_size, gradients_size = layer.shape if use.inputs_first else layer.shape[::-1]
-        inputs_short, gradients_short = layer.diagonal if use.inputs_first else layer.diagonal[::-1]
-        wide = wide_dtype(y.dtype)
-        cases = cases.to(wide) if cases.is_floating_point() else cases
-        total = packed(outer_sum(cases, inputs_size, inputs_short).to(wide)) * input_share
-        seen = self.seen.get(key)
-        if seen is None:
-            size = packed_size((gradients_size,) if gradients_short else (gradients_size, gradients_size))
-            seen = self.seen[key] = Seen(torch.zeros_like(total), 0.0, total.new_zeros(size))
-            seen.squares = total.new_zeros(layer.shape) if key[0] in self.bases else None
-        seen.inputs += total
-        seen.cases += input_share * len(cases)
+        if isinstance(cut, GridCut) and now.rows is None:
+            raise UserError("kfac: on a grid of tensor parallelism give observe, or recording, the rows of the batch")
+        view = cut.view(use, x, y, rows, now.length) if shown is None else cut.head_view(use, shown, rows)
+        summed = _Summed(self, key, layer, use, y)
+        if view.inputs is not None:
+            summed.take_inputs(view.inputs)
         now.outputs.append(y)
         observer, factor = weakref.ref(self), now.factor
         kept = x if use.kind == "embedding" else x.detach()[:0]
-        q_inputs, q_gradients = self._oriented(key[0])
-        projected = None if q_inputs is None else (cases @ q_inputs).square_()
 
         def arrived(gradient: Tensor) -> None:
             own = observer()
-            if own is None or own.seen.get(key) is not seen:
+            if own is None or own.seen.get(key) is not summed.seen:
                 return  # the sums were taken, or thrown away, before it came
             with torch.no_grad():
-                g = gradient
-                if cut.dim is not None and _role(use, cut.dim) == "gradient":
-                    g = cut.whole(g, 1 if use.kind == "conv" else -1)
-                g = gradient_rows(use, g, kept, rows, sharing).to(wide) * factor
-                seen.gradients.add_(packed(outer_sum(g, gradients_size, gradients_short)), alpha=gradient_share)
-                if projected is not None and seen.squares is not None:
-                    both = (g @ q_gradients).square_().T @ projected
-                    seen.squares.add_(both.T if layer.inputs_first else both, alpha=gradient_share)
+                inputs, came = view.arrived(gradient)
+                if inputs is not None:
+                    summed.take_inputs(inputs)
+                if isinstance(came, Squares):
+                    summed.seen.gradients.add_(came.value, alpha=factor**2)
+                else:
+                    summed.take_gradient(came, kept, factor)
 
         y.register_hook(arrived)
 
-    def _oriented(self, index: int) -> tuple[Any, Any]:
+    def oriented(self, index: int) -> tuple[Any, Any]:
         """The bases of a layer's inputs and gradients; None where there are none."""
         q_r, q_c = self.bases.get(index, (None, None))
         return (q_r, q_c) if self.layers[index].inputs_first else (q_c, q_r)
 
 
-def _hook(own: Any, key: tuple[int, int], layer: Layer, use: Use, cut: Cut) -> Callable[..., None]:
+class _Summed:
+    """The sums of one use, into which the cases of one forward go; of a use that was not seen before, zeros."""
+
+    def __init__(self, observer: Observer, key: tuple[int, int], layer: Layer, use: Use, y: Tensor):
+        self.layer, self.use, self.sharing = layer, use, observer.sharing_of(use)
+        self.sizes = layer.shape if use.inputs_first else layer.shape[::-1]
+        self.diagonal = layer.diagonal if use.inputs_first else layer.diagonal[::-1]
+        self.bases = observer.oriented(key[0])
+        self.projected: Tensor | None = None
+        if key not in observer.seen:
+            factors = ((n,) if short else (n, n) for n, short in zip(self.sizes, self.diagonal))
+            made = [y.new_zeros(packed_size(factor), dtype=wide_dtype(y.dtype)) for factor in factors]
+            squares = made[0].new_zeros(layer.shape) if key[0] in observer.bases else None
+            observer.seen[key] = Seen(made[0], 0.0, made[1], squares)
+        self.seen = observer.seen[key]
+
+    def take_inputs(self, inputs: Whole) -> None:
+        wide = self.seen.inputs.dtype
+        has_bias = self.layer.bias is not None
+        cases = inputs.own(input_rows(self.use, inputs.value, has_bias, inputs.rows, self.sharing))
+        cases = cases.to(wide) if cases.is_floating_point() else cases
+        total = packed(outer_sum(cases, self.sizes[0], self.diagonal[0]).to(wide))
+        self.seen.inputs.add_(total, alpha=inputs.share)
+        self.seen.cases += inputs.share * len(cases)
+        if self.bases[0] is not None:
+            self.projected = (cases @ self.bases[0]).square_()
+
+    def take_gradient(self, gradient: Whole, x: Tensor, factor: float) -> None:
+        """x: the input of an embedding"""
+        g = gradient.own(gradient_rows(self.use, gradient.value, x, gradient.rows, self.sharing))
+        g = g.to(wide_dtype(g.dtype)) * factor
+        self.seen.gradients.add_(packed(outer_sum(g, self.sizes[1], self.diagonal[1])), alpha=gradient.share)
+        if self.projected is not None and self.seen.squares is not None:
+            both = (g @ self.bases[1]).square_().T @ self.projected
+            self.seen.squares.add_(both.T if self.layer.inputs_first else both, alpha=gradient.share)
+
+
+def _hook(own: Any, key: tuple[int, int], layer: Layer, use: Use, cut: Cut | GridCut) -> Callable[..., None]:
     def hook(module: Any, args: tuple[Any, ...], named: dict[str, Any], y: Tensor) -> None:
         observer = own()
         if observer is not None and observer._recording is not None and torch.is_grad_enabled():
@@ -217,32 +223,15 @@ def _hook(own: Any, key: tuple[int, int], layer: Layer, use: Use, cut: Cut) -> C
     return hook
 
 
-def _role(use: Use, dim: int) -> str:
-    return "input" if (dim == 0) == use.inputs_first else "gradient"
+def _shows(own: Any, key: tuple[int, int], layer: Layer) -> Callable[[Tensor, slice, Tensor], None]:
+    """What a head calls with its inputs, some of its tokens, and the gradients of their logits."""
 
+    def show(x_BLD: Tensor, tokens: slice, g_CV: Tensor) -> None:
+        observer = own()
+        if observer is None or observer._recording is None:
+            return
+        if key not in observer.shown:
+            observer.shown[key] = Shown(x_BLD.detach(), layer.diagonal[0], observer.sharing)
+        observer.shown[key].add(tokens, g_CV)
 
-def _shares(use: Use, cut: Cut, x: Tensor, y: Tensor, length: int | None) -> tuple[Tensor, float, float]:
-    """The whole input, and the shares that a rank's sums of inputs and gradients have in those of all ranks.
-
-    Under tensor parallelism activations are alike on the ranks, or each has a part of the sequence on one side of the
-    layer. A sequence that the ranks do not divide is filled up with places that are not counted; no gradient comes to
-    them.
-    """
-    if cut.copies == 1:
-        return x, 1.0, 1.0
-    alike = 1 / cut.copies
-    in_rows = x.ndim > 1 and use.kind != "conv"
-    cut_x, cut_y = False, False
-    if in_rows and cut.dim is not None and y.ndim > 2:
-        cut_x, cut_y = x.shape[1] < y.shape[1], y.shape[1] < x.shape[1]
-    if length is None and y.ndim > 2:
-        length = y.shape[1]
-    if cut_x:
-        assert length is not None
-        start = dist.get_rank(cut.group) * x.shape[1]
-        x = x[:, : max(0, min(x.shape[1], length - start))]
-    elif in_rows and x.ndim > 2 and length is not None and x.shape[1] == -(-length // cut.copies) * cut.copies:
-        x = x[:, :length]
-    if cut.dim is not None and not cut_x and _role(use, cut.dim) == "input" and use.kind != "embedding":
-        x = cut.whole(x, 1 if use.kind == "conv" else -1)
-    return x, 1.0 if cut_x else alike, 1.0 if cut_y else alike
+    return show

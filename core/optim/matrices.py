@@ -13,7 +13,7 @@ tell (core/optim/roles.py), those in `whole` are updated as matrices, the others
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -23,6 +23,7 @@ from core.kernels.adamw import adamw
 from core.layout import layout_of
 from core.optim.adamw import two_moments
 from core.optim.home import WholeMatrixOptimizer
+from core.optim.narrow import MomentumFormat, check_format, format_of, keep, moment_bytes, narrowed, widened
 from core.optim.roles import MATRICES, ROLES, Role, role_of
 from core.optim.sharded import Batch, Held
 from core.optim.spec import OptimConfig, Part, own_values
@@ -36,8 +37,9 @@ Shapes = dict[str, tuple[int, ...]]
 class MatrixOptimizer(WholeMatrixOptimizer):
     """Groups say under `flag` whether their parameters are updated as matrices; or they are found.
 
-    fallbacks  updates of matrices on this rank that were given up or made with an older basis, because the gradient or
-               the factors were not finite or a decomposition did not converge
+    momentum_format  of the moments of matrices: see `core.optim.narrow`
+    fallbacks        updates of matrices on this rank that were given up or made with an older basis, because the
+                     gradient or the factors were not finite or a decomposition did not converge
     """
 
     name: ClassVar[str]
@@ -46,13 +48,17 @@ class MatrixOptimizer(WholeMatrixOptimizer):
     """the flag's participle"""
     by_shape: ClassVar[bool] = True
     """whether a group without flag and names is sorted by the shapes of its parameters"""
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    """state tensors of matrices that momentum_format is of"""
     whole: tuple[str, ...] = WHOLE
     fallbacks: int = 0
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], whole: Sequence[str]):
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], whole: Sequence[str], momentum_format: MomentumFormat
+    ):
         check_whole(self.name, whole)
         self.whole = tuple(whole)
-        super().__init__(params, {"stacked": False} | defaults)
+        super().__init__(params, {"stacked": False, "momentum_format": momentum_format} | defaults)
 
     @staticmethod
     @abstractmethod
@@ -93,6 +99,7 @@ class MatrixOptimizer(WholeMatrixOptimizer):
                 f"{self.name}: parameter group {len(self.param_groups)} does not say {self.flag} True or False"
             )
         options = self.defaults | group
+        check_format(self.name, options["momentum_format"])
         for parameter in parameters if group[self.flag] else ():
             if fault := self._fault(tuple(layout_of(parameter).shape), options):
                 raise UserError(f"{self.name}: a parameter of shape {list(layout_of(parameter).shape)} {fault}")
@@ -114,11 +121,28 @@ class MatrixOptimizer(WholeMatrixOptimizer):
 
     def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         if self._is_whole(options):
-            return super()._new_state(parameter, options)
+            made = super()._new_state(parameter, options)
+            shapes = self._home_state(self.place(parameter).layout.shape, options)
+            for name in [name for name in self.moments if name in made]:
+                made |= narrowed(name, made.pop(name), shapes[name], options["momentum_format"])
+            return made
         return {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"] if self._is_whole(group) else ():
+                state, shapes = self.state[parameter], self._home_state(self.place(parameter).layout.shape, group)
+                for name in [name for name in self.moments if name in state]:
+                    if format_of(name, shapes[name], group["momentum_format"]) == "bf16":
+                        state[name] = state[name].bfloat16()
+
     def _direction(self, grad: Tensor, h: Held, batch: Batch) -> Tensor:
-        return self._update_of(grad.reshape(batch_of(grad.shape, batch.options)), h, batch).reshape(grad.shape)
+        wide = widened(h.state, self.moments, batch.wide)
+        grad_BMN = grad.reshape(batch_of(grad.shape, batch.options))
+        update = self._update_of(grad_BMN, replace(h, state=h.state | wide), batch).reshape(grad.shape)
+        keep(h.state, wide)
+        return update
 
     def _move(self, h: Held, update: Tensor, batch: Batch) -> None:
         options = batch.options
@@ -181,14 +205,17 @@ class MatrixConfig(OptimConfig):
     whole: tuple[Role, ...] = WHOLE
     """parameters that are updated as matrices: matrix (of the blocks), experts, kernel, outer, embedding, head; others
     get AdamW"""
+    momentum_format: MomentumFormat = "fp32"
+    """of the moments of these: fp32, bf16 (first moments) or 8bit (both, of large matrices)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole(self.name, self.whole)
+        check_format(self.name, self.momentum_format)
 
     def options(self) -> dict[str, Any]:
-        """Option -> value of the optimizer's own, but for `whole`."""
-        return {name: value for name, value in own_values(self).items() if name != "whole"}
+        """Option -> value of the optimizer's own, but for those that all of these have."""
+        return {name: value for name, value in own_values(self).items() if name not in ("whole", "momentum_format")}
 
 
 def matrix_state_bytes(kind: type[MatrixOptimizer], config: Any, part: Part) -> int:
@@ -196,8 +223,11 @@ def matrix_state_bytes(kind: type[MatrixOptimizer], config: Any, part: Part) -> 
     if part.role not in config.whole:
         return two_moments(config, part)
     options = own_values(config) | {"stacked": part.role == "experts"}
-    elements = sum(map(math.prod, kind.shapes(part.whole, options).values()))
-    return -(-part.wide_bytes * elements // part.ranks)
+    num_bytes = 0
+    for name, shape in kind.shapes(part.whole, options).items():
+        wanted = config.momentum_format if name in kind.moments else "fp32"
+        num_bytes += moment_bytes(name, shape, wanted, part.wide_bytes)
+    return -(-num_bytes // part.ranks)
 
 
 def require_matrices(config: MatrixConfig, masters: Mapping[str, Tensor]) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from core.config import UserError
 from core.optim.matrices import WHOLE, MatrixConfig, MatrixOptimizer, Shapes, batch_of, matrix_state_bytes
+from core.optim.narrow import MomentumFormat
 from core.optim.sharded import Batch, Held
 from core.optim.spec import OptimizerSpec, check_moments, check_momentum, check_options, own_values
 from core.optim.spectra import has_values, negligible
@@ -56,6 +57,7 @@ class Muon(MatrixOptimizer):
     """
 
     name, flag, done, by_shape = "muon", "orthogonalise", "orthogonalised", False
+    moments = ("momentum_buffer",)
     head_dim: int | None = None
     _num_fused: int = 0
 
@@ -63,13 +65,13 @@ class Muon(MatrixOptimizer):
         self, groups: Iterable[Any], lr: float, momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, *,
         scale: Scale = "rms", polar: Polar = "newton_schulz", head_dim: int | None = None,
-        whole: tuple[str, ...] = WHOLE, maximize: bool = False,
+        whole: tuple[str, ...] = WHOLE, momentum_format: MomentumFormat = "fp32", maximize: bool = False,
     ):  # fmt: skip
         _check(lr, momentum, betas, eps, weight_decay, scale=scale, polar=polar, head_dim=head_dim)
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         own = {"scale": scale, "polar": polar, "rows": None}
         self.head_dim = head_dim
-        super().__init__(groups, defaults | own | {"maximize": maximize}, whole)
+        super().__init__(groups, defaults | own | {"maximize": maximize}, whole, momentum_format)
         if head_dim is not None and not self._num_fused:
             raise UserError(
                 f"muon: head_dim={head_dim}: no named matrix is fused queries, keys and values (qkv, qkv_proj, "
@@ -191,4 +193,4 @@ def _build(config: MuonConfig, masters: Mapping[str, Tensor]) -> Muon:
     return Muon(masters.items(), lr=config.lr, **own_values(config))
 
 
-SPEC = OptimizerSpec(MuonConfig, partial(matrix_state_bytes, Muon), _build, sized_by=("whole",))
+SPEC = OptimizerSpec(MuonConfig, partial(matrix_state_bytes, Muon), _build, sized_by=("whole", "momentum_format"))

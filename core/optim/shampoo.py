@@ -37,6 +37,7 @@ from core.optim.matrices import (
     matrix_state_bytes,
     require_matrices,
 )
+from core.optim.narrow import MomentumFormat
 from core.optim.sharded import Batch, Held
 from core.optim.soap import Sides, gram
 from core.optim.spec import OptimizerSpec, check_moments, check_options, own_values
@@ -69,7 +70,8 @@ class Shampoo(MatrixOptimizer):
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.1, *, root: int | None = None, sides: Sides = "both", graft: Graft = "adamw",
         precondition_frequency: int = 10, max_preconditioner_dim: int = 8192, shampoo_beta: float | None = None,
-        rank_rtol: float | None = None, whole: tuple[str, ...] = WHOLE, maximize: bool = False,
+        rank_rtol: float | None = None, whole: tuple[str, ...] = WHOLE,
+        momentum_format: MomentumFormat = "fp32", maximize: bool = False,
     ):  # fmt: skip
         own = {
             "root": root,
@@ -82,7 +84,7 @@ class Shampoo(MatrixOptimizer):
         }
         _check(lr, betas, eps, weight_decay, **own)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults | own, whole)
+        super().__init__(params, defaults | own, whole, momentum_format)
 
     @staticmethod
     def shapes(shape: tuple[int, ...], options: Mapping[str, Any]) -> Shapes:
@@ -227,5 +229,5 @@ SPEC = OptimizerSpec(
     ShampooConfig,
     partial(matrix_state_bytes, Shampoo),
     _build,
-    sized_by=("sides", "graft", "max_preconditioner_dim", "whole"),
+    sized_by=("sides", "graft", "max_preconditioner_dim", "whole", "momentum_format"),
 )

@@ -38,7 +38,7 @@ CODES, SCALES = "_codes", "_scales"
 
 def is_signed(name: str) -> bool:
     """Return whether a state tensor in 8 bits has a sign: second moments have none."""
-    return name == "exp_avg"
+    return not name.endswith("_sq")
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
 
     def stored(self, parameter: Tensor) -> dict[str, Tensor]:
         """key -> state tensor of a parameter, each saying where it lies in the whole: what a checkpoint holds."""
-        found, layout, state = {}, self.place(parameter).layout, self.state.get(parameter, {})
+        found, state = {}, self.state.get(parameter, {})
         for key, value in state.items():
             if key.endswith(CODES):  # values, on the CPU where a checkpoint is written from
                 name = key.removesuffix(CODES)
-                found[name] = tag(dequantize(value, state[name + SCALES], is_signed(name)).cpu(), layout)
+                values = dequantize(value, state[name + SCALES], is_signed(name)).cpu()
+                found[name] = tag(values, self._lies(parameter, name))
             elif key == "step" or isinstance(value, DTensor):
                 found[key] = value
             elif not key.endswith(SCALES):

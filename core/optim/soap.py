@@ -37,6 +37,7 @@ from core.optim.matrices import (
     matrix_state_bytes,
     require_matrices,
 )
+from core.optim.narrow import MomentumFormat
 from core.optim.sharded import Batch, Held
 from core.optim.spec import OptimizerSpec, check_moments, check_options, own_values
 from core.optim.spectra import eigenbasis, is_finite, packed, packed_size, refreshed, unpacked
@@ -66,7 +67,7 @@ class SOAP(MatrixOptimizer):
         self, params: Iterable[Any], lr: float = 3e-3, betas: tuple[float, float] = (0.95, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.01, *, precondition_frequency: int = 10, max_preconditioner_dim: int = 10_000,
         shampoo_beta: float | None = None, sides: Sides = "both", rank_rtol: float | None = None,
-        whole: tuple[str, ...] = WHOLE, maximize: bool = False,
+        whole: tuple[str, ...] = WHOLE, momentum_format: MomentumFormat = "fp32", maximize: bool = False,
     ):  # fmt: skip
         own = {
             "precondition_frequency": precondition_frequency,
@@ -77,7 +78,7 @@ class SOAP(MatrixOptimizer):
         }
         _check(lr, betas, eps, weight_decay, **own)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults | own, whole)
+        super().__init__(params, defaults | own, whole, momentum_format)
 
     def _fault(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> str | None:
         most = options["max_preconditioner_dim"]
@@ -218,5 +219,8 @@ def _build(config: SOAPConfig, masters: Mapping[str, Tensor]) -> SOAP:
 
 
 SPEC = OptimizerSpec(
-    SOAPConfig, partial(matrix_state_bytes, SOAP), _build, sized_by=("sides", "max_preconditioner_dim", "whole")
+    SOAPConfig,
+    partial(matrix_state_bytes, SOAP),
+    _build,
+    sized_by=("sides", "max_preconditioner_dim", "whole", "momentum_format"),
 )

@@ -104,18 +104,37 @@ def _orthonormal(columns: Tensor, old: Tensor, share: float) -> Tensor:
     So moments that are kept by columns go on to be those of about the same directions.
     """
     q, r = torch.linalg.qr(columns)
-    if not has_values(columns):
-        return q
     sizes = r.diagonal().abs()
-    live = sizes > share * sizes.max()
-    if bool(live.all()):
+    if not has_values(columns) or bool((sizes > share * sizes.max()).all()):
         return q
+    live = independent(columns, float(share * sizes.max()))
     own = torch.linalg.qr(columns[:, live], mode="complete")[0]
     rank = int(live.count_nonzero())
     u, _, vt = torch.linalg.svd(own[:, rank:].mT @ old[:, ~live])
     made = torch.empty_like(q)
     made[:, live], made[:, ~live] = own[:, :rank], own[:, rank:] @ u @ vt
     return made
+
+
+def independent(columns: Tensor, least: float) -> Tensor:
+    """Which columns have more than `least` that is not in the independent ones before them.
+
+    What a QR decomposition has for a dependent column is a direction of rounding, and what later columns have of it is
+    missing from their diagonal entries. So these count up to the first dependent column, and from there on anew, for
+    what is left of the others.
+    """
+    live = torch.zeros(columns.shape[1], dtype=torch.bool, device=columns.device)
+    places = torch.arange(columns.shape[1], device=columns.device)
+    while len(places):
+        q, r = torch.linalg.qr(columns)
+        count = int((r.diagonal().abs() > least).cumprod(0).sum())
+        live[places[:count]] = True
+        columns, places = columns[:, max(count, 1) :], places[max(count, 1) :]
+        for _ in range(2):  # the second time for what rounding left
+            columns = columns - q[:, :count] @ (q[:, :count].mT @ columns)
+        stay = columns.norm(dim=0) > least
+        columns, places = columns[:, stay], places[stay]
+    return live
 
 
 def inverse_root(values: Tensor, vectors: Tensor, root: int) -> Tensor:

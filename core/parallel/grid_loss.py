@@ -94,7 +94,8 @@ def install(head: Any, products: Products) -> nn.Module:
         own = at.batch(targets, head.ignore_index).flatten()
         most = own.numel() * products.partials * (rows[0].stop - rows[0].start) * x.element_size()
         with_gradients = torch.is_grad_enabled() and (x.requires_grad or head.weight.requires_grad)
-        how = products, objective, -(-most // CHUNK_BYTES) or 1, with_gradients
+        show = None if head.show_gradients is None else partial(head.show_gradients, x)
+        how = products, objective, -(-most // CHUNK_BYTES) or 1, with_gradients, show
         return _Loss.apply(x, head.weight, head.bias, own, *how)  # pyright: ignore[reportReturnType]
 
     head.forward = forward
@@ -115,7 +116,7 @@ def _biased(logits_CV: Tensor, bias: Tensor | None) -> Tensor:
 class _Loss(Function):
     @staticmethod
     def forward(
-        ctx: Any, x, weight, bias, targets, products: Products, objective, num_chunks, with_gradients
+        ctx: Any, x, weight, bias, targets, products: Products, objective, num_chunks, with_gradients, show
     ) -> Tensor:
         going, at = products.begin(x, weight, with_gradients), products.at
         combine = partial(combine_statistics, axis=at.col_axis)
@@ -131,6 +132,8 @@ class _Loss(Function):
             loss += (each * (targets[tokens] != objective.ignore_index)).sum()
             if with_gradients:
                 g_CV = shard.gradients(logsumexp)
+                if show is not None:
+                    show(tokens, g_CV)
                 if dbias is not None:
                     dbias += g_CV.sum(0, dtype=dbias.dtype)
                 going.add(tokens, g_CV)
@@ -148,4 +151,4 @@ class _Loss(Function):
         dx, dweight, dbias = ctx.saved_tensors
         # In place: a second backward through the same graph is refused by autograd's version check.
         dx, dweight = dx.mul_(grads[0]), dweight.mul_(grads[0]).to(ctx.dtype)
-        return dx, dweight, None if dbias is None else dbias.mul_(grads[0]).to(ctx.dtype), *[None] * 5
+        return dx, dweight, None if dbias is None else dbias.mul_(grads[0]).to(ctx.dtype), *[None] * 6

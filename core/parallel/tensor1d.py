@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from core.comm.collectives import all_gather, all_reduce, all_reduce_max, copy_to, reduce_from
+from core.comm.collectives import all_reduce, all_reduce_max, copy_to, join_from, reduce_from
 from core.config import UserError
 from core.layout import largest_share, layout_of
 from core.mesh import AnyMesh, axis_size
@@ -193,9 +193,9 @@ def _refuse_vocabulary(head: Any, mesh: AnyMesh, axis: str) -> None:
 
 
 def _gather_vocabulary(logits: Tensor, num_rows: int, axis: DeviceMesh) -> Tensor:
-    """logits[.., V_tp], ragged -> logits[.., V] on every rank; for inference, without a gradient."""
-    padded = nn.functional.pad(logits.detach(), (0, largest_share(num_rows, axis.size()) - logits.shape[-1]))
-    return all_gather(padded, logits.ndim - 1, axis)[..., :num_rows]
+    """logits[.., V_tp], ragged -> logits[.., V] on every rank, which all go on with alike."""
+    padded = nn.functional.pad(logits, (0, largest_share(num_rows, axis.size()) - logits.shape[-1]))
+    return join_from(padded, logits.ndim - 1, axis)[..., :num_rows]
 
 
 def combine_statistics(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from core.config import UserError
 from core.kernels.timing import least_seconds
 from core.metrics import peak_flops
 from core.pinned import host_empty
@@ -28,10 +29,18 @@ PROBED_LATENCY_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class Speed:
-    """The device's speed: FLOPs of matrix products and the like, and bytes of memory traffic, a second."""
+    """The device's speed: FLOPs of matrix products and the like, and bytes of memory traffic, a second.
+
+    Raises UserError unless both are above 0.
+    """
 
     flops_per_s: float
     bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)} of a device: give a number above 0")
 
     def seconds(self, flops: float, num_bytes: float) -> float:
         """By FLOPs or by the bytes read and written, whichever takes longer."""

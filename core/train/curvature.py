@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from core.config import UserError
-from core.mesh import axis_size, pipeline_ranks, tensor_names
+from core.mesh import GRID_AXES, axis_size, pipeline_ranks
 from core.optim.hessian_free import Found, HessianFree
 from core.optim.kfac import KFAC
 from core.optim.prediction import Drawing, Predict, drawn_targets, exact_fisher, mean_loss
@@ -101,7 +102,9 @@ class Curvature:
         def evaluate() -> tuple[Tensor, Tensor]:
             nonlocal first
             assert self.predict is not None
-            with _buffers_kept(self.parallel.model, not first), self._at(microbatch, step):
+            # Of torch's attentions the mathematics alone have second derivatives.
+            twice = sdpa_kernel(SDPBackend.MATH)
+            with _buffers_kept(self.parallel.model, not first), self._at(microbatch, step), twice:
                 prediction = self.predict(self.parallel.model, microbatch.part)
                 loss = mean_loss(prediction, microbatch.part[prediction.targets])
             first = False
@@ -127,9 +130,7 @@ def _refuse(
 ) -> None:
     """Raises UserError for the first of what the optimizer does not go with."""
     mesh = parallel.mesh
-    tensor = 1
-    for axis in tensor_names(mesh):
-        tensor *= axis_size(mesh, axis) if axis in (mesh.mesh_dim_names or ()) else 1
+    grid = [axis for axis in GRID_AXES if axis in (mesh.mesh_dim_names or ()) and axis_size(mesh, axis) > 1]
     context = axis_size(mesh, "cp") if "cp" in (mesh.mesh_dim_names or ()) else 1
     is_kfac = isinstance(optimizer, KFAC)
     name = "kfac" if is_kfac else "hessian_free"
@@ -148,7 +149,7 @@ def _refuse(
         why = "products by two backwards do not pass the messages and hooks of"
         refused += [
             (config.zero == 3, "zero=3", f"{why} FSDP2", "use --zero 0, 1 or 2"),
-            (tensor > 1, "mesh.tp", f"{why} its layers", "use --mesh.tp 1"),
+            (bool(grid), "mesh.tp_mode", f"{why} a grid's layers", "use --mesh.tp-mode 1d"),
             (config.recompute.mode != "none", "recompute.mode", f"{why} its blocks", "use --recompute.mode none"),
             (config.precision in ("fp16", "bf16"), f"precision={config.precision}", "conjugate gradients need more "
              "digits", "use --precision fp32 or fp64"),

@@ -283,6 +283,38 @@ def test_evaluate_generate_export_and_finetune(one_rank: Path, tmp_path: Path) -
     assert losses(tmp_path / "tuned-run") == pytest.approx(losses(tmp_path / "tuned-hf"), rel=1e-3)
 
 
+SIX_RUNS = """
+import sys
+from apps.llm.pretrain import main
+for dim, steps in ((8, 2), (8, 4), (16, 2), (16, 8), (24, 4), (24, 8)):
+    shape = ["--model.dim", str(dim), "--model.num-layers", "1", "--model.num-heads", "2", "--model.ffn-dim", str(dim)]
+    main([*sys.argv[2:], *shape, "--steps", str(steps), "--no-hf", "--out", f"{sys.argv[1]}/{dim}-{steps}"])
+"""
+
+
+def test_a_scaling_law_of_real_runs(corpora: Path, tmp_path: Path) -> None:
+    file = tmp_path / "six.py"
+    file.write_text(SIX_RUNS)
+    options = ("--recipe", "debug", "--data.global-batch", 12, *TEXT, "--data.cache", corpora)
+    done = run(file, tmp_path, *options)
+    assert done.returncode == 0, done.stderr
+    folders = sorted(path.parent for path in tmp_path.glob("*/summary.json"))
+    assert len(folders) == 6
+    said = llm("scaling", *folders, "--budget", 1e9, "--samples", 40, "--draw", tmp_path / "law.png")
+    assert "6 runs" in said
+    assert "1e+09 FLOPs = 6 N D should train" in said
+    found = json.loads(llm("scaling", *folders, "--budget", 1e9, "--samples", 40, "--json"))
+    for ran in found["runs"]:
+        assert ran["loss"] == summary(Path(ran["folder"]))["heldout_loss"]
+        assert ran["fitted"] == pytest.approx(ran["loss"], rel=0.05)
+    refused = run("-m", "apps.llm", "scaling", *folders[:5])
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: 5 runs, and a law of five constants is fitted to at least 6; give more folders of runs of megalith llm "
+        "pretrain\n"
+    )
+
+
 def test_plan_and_recipes() -> None:
     planned = llm("plan", "--recipe", "gpt3_175b", "--mesh.tp", 8, "--nproc", 128, "--zero", 3, "--gpu", "A100")
     assert "GiB" in planned

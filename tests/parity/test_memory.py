@@ -156,7 +156,7 @@ def test_estimate_of_stages(ranks, schedule: ScheduleName, recompute: RecomputeM
     parallel = ParallelConfig(precision=precision, pipeline=given, recompute=RecomputeConfig(recompute))
     of_ranks = ranks(2).run(counted, STAGED, MeshConfig(pp=2), parallel, 4, run.num_microbatches)
     measured, sent, calls = max(of_ranks, key=lambda of_rank: of_rank[0])
-    assert estimate_memory(shape, run).peak_bytes == pytest.approx(measured, rel=0.1)
+    assert estimate_memory(shape, run).peak_bytes == pytest.approx(measured, rel=0.05)
     mesh, loss = MeshConfig(pp=2).resolve(2), partial(decoder_loss, 4, STAGED.max_length)
     with torch.device("meta"):
         model = Decoder(STAGED)

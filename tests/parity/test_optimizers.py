@@ -45,6 +45,7 @@ MATRICES: dict[str, Any] = {
     "shampoo, one side": partial(_by_matrices, Shampoo, lr=0.03, sides="one", graft="none", shampoo_beta=1.0),
     "galore": partial(_by_matrices, GaLore, lr=0.03, weight_decay=0.1, rank=4, update_gap=2),
     "galore, rotated": partial(_by_matrices, GaLore, lr=0.03, rank=4, update_gap=3, rotate_moments=True),
+    "muon, bf16 moment": partial(_by_matrices, Muon, lr=0.03, momentum_format="bf16"),
     "muon, exact": partial(_by_matrices, Muon, lr=0.03, scale="jordan", polar="exact"),
 }
 """of whole matrices"""
@@ -68,6 +69,10 @@ FAMILY: dict[str, Any] = {
 EIGHT_BITS: dict[str, Any] = {
     "adamw8bit": FAMILY["adamw8bit"],
     "adafactor, 8-bit moment": partial(Adafactor, beta1=0.5, momentum_format="8bit"),
+    "muon, 8-bit moment": partial(_by_matrices, Muon, lr=0.03, momentum_format="8bit"),
+    "soap, 8-bit moments": partial(
+        _by_matrices, SOAP, lr=0.03, sides="one", precondition_frequency=2, momentum_format="8bit"
+    ),
 }
 TENSOR = {"none": (1, 1), "row": (2, 1), "column": (1, 2), "2D": (2, 2)}
 CROSS = [Case(dp, *tp) for tp in TENSOR.values() for dp in (1, 2, 4)]

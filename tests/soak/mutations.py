@@ -34,6 +34,7 @@ PLACES = "tests/unit/test_infer_context.py"
 REFUSED_BLOCKS = f"{PLACES}::test_blocks_that_are_not_sure_are_refused_with_the_reason"
 FUSED = "tests/parity/test_inferred.py::test_several_matrices_in_one_go_on_on_another_mesh"
 MASKED = "tests/parity/test_masked.py::test_every_mesh"
+KFAC, FACTORS = "tests/parity/test_kfac.py", "tests/unit/test_kfac.py"
 
 
 def mutation(what: str, file: str, old: str, new: str, *tests: str) -> Mutation:
@@ -483,5 +484,47 @@ MUTATIONS = [
         "return shape[0], shape[1], shape[2]",
         "return 1, shape[0] * shape[1], shape[2]",
         f"{MATRICES}::test_heads_and_stacks_are_orthogonalised_each_by_itself",
+    ),
+    mutation(
+        "K-FAC's targets are the true ones",
+        "core/train/curvature.py",
+        "return loss(model, part | {prediction.targets: targets})",
+        "return loss(model, part)",
+        f"{KFAC}::test_sampled_targets_are_not_the_true_ones",
+    ),
+    mutation(
+        "K-FAC forgets that a loss is a mean",
+        "core/optim/kfac.py",
+        "self._observer.recording(items, rows, items / scale, length) as outputs:",
+        "self._observer.recording(items, rows, 1 / scale, length) as outputs:",
+        f"{FACTORS}::test_factors_of_linear_layers_are_their_sums",
+    ),
+    mutation(
+        "transformers' Conv1D is taken for a Linear",
+        "core/optim/kfac_layers.py",
+        'return self.kind in ("conv1d", "embedding")',
+        'return self.kind in ("embedding",)',
+        f"{FACTORS}::test_factors_of_linear_layers_are_their_sums",
+    ),
+    mutation(
+        "K-FAC's factors are of the last microbatch alone",
+        "core/optim/kfac_observer.py",
+        "self.seen.gradients.add_(packed(outer_sum(g, self.sizes[1], self.diagonal[1])), alpha=gradient.share)",
+        "self.seen.gradients.copy_(packed(outer_sum(g, self.sizes[1], self.diagonal[1])))",
+        f"{FACTORS}::test_factors_of_linear_layers_are_their_sums",
+    ),
+    mutation(
+        "K-FAC on a grid has its own columns' features alone",
+        "core/optim/kfac_cut.py",
+        "dist.all_reduce(made, group=group)",
+        "pass",
+        f"{KFAC}::test_kfac_of_the_decoder_whose_rows_and_features_are_cut[2d]",
+    ),
+    mutation(
+        "a second backward leaves the sums of tensor parallelism out",
+        "core/comm/collectives.py",
+        "return copy_to(grad, ctx.axis) if _graph_goes_on() else grad, None",
+        "return grad, None",
+        f"{KFAC}::test_hessian_free_on_two_ranks_is_that_on_one[tp]",
     ),
 ]

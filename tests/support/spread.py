@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from core.auto import apply, parallelize, plan_of
+from core.auto import parallelize, plan_of, spread
 from core.auto.costs import Link
 from core.auto.problem import Problem
 from core.auto.simulate import simulate
@@ -168,7 +168,7 @@ def trained(
         model = case.make().double().train()
         alone = copy.deepcopy(model)
         before = {name: tensor.detach().double().clone() for name, tensor in state(alone).items()}
-        solver = patch.object(apply, "solve", apply.solve if seed is None else drawn_plan(seed))
+        solver = patch.object(spread, "solve", spread.solve if seed is None else drawn_plan(seed))
         with solver:
             parallelize(model, case.inputs(0), mesh=mesh_of(sizes), links=[FREE], speed=SLOW, **options)
             losses = [learned(one, case, steps, optimizer, clip) for one in (alone, model)]

@@ -97,7 +97,11 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
         steps=case.steps,
         microbatch=case.microbatch,
         optim=OptimConfig(
-            case.optim, lr=LR, clip_norm=CLIP, schedule=ScheduleConfig(warmup_steps=2), **dict(case.options)
+            case.optim,
+            lr=LR,
+            clip_norm=None if case.optim == "hessian_free" else CLIP,  # which clips nothing
+            schedule=ScheduleConfig(warmup_steps=2),
+            **dict(case.options),
         ),
     )
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")

@@ -25,6 +25,8 @@ RUNS = {
     "experts": "--recipe debug_moe --nproc 4 --mesh.ep 2 --zero 1",
     "tensor": "--nproc 4 --mesh.tp 2 --recompute.mode full --zero 1",
     "a square": "--nproc 8 --mesh.tp 4 --mesh.tp-mode 2d --zero 2",
+    "squares": "--nproc 8 --mesh.tp 8 --mesh.tp-mode 2.5d --mesh.tp-depth 2",
+    "a cube": "--nproc 8 --mesh.tp 8 --mesh.tp-mode 3d",
     "a ring": "--nproc 4 --mesh.cp 2 --zero 3",
     "heads for sequence": "--nproc 4 --mesh.cp 2 --mesh.cp-mode ulysses --precision bf16",
     "stages": "--nproc 4 --mesh.pp 2 --microbatch 3 --zero 1 --recompute.mode full",
@@ -42,7 +44,15 @@ def parsed(words: str):
     return parse(RECIPES, own, "megalith llm pretrain", "debug")
 
 
-LONGER = ("ZeRO 2, reduced each time", "a square", "stages in turns", "heads for sequence", "stages")
+LONGER = (
+    "ZeRO 2, reduced each time",
+    "a square",
+    "squares",
+    "a cube",
+    "stages in turns",
+    "heads for sequence",
+    "stages",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak) if n in LONGER else n for n in RUNS])

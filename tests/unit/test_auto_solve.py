@@ -375,3 +375,17 @@ def test_neighbourhoods_never_make_a_plan_dearer() -> None:
             seconds.append(simulate(problem, choice).seconds)
         assert seconds[1:] == sorted(seconds[1:], reverse=True)
         assert seconds[-1] < seconds[0]
+
+
+def test_many_neighbours_without_a_choice() -> None:
+    """More of them than an array has dims: they are decided without a table."""
+    draw = np.random.default_rng(0)
+    middle = Node("middle", draw.random(3))
+    around = [Node(f"around {n}", np.array([1.0])) for n in range(80)]
+    edges = [Edge(0, n, draw.random((3, 1))) for n in range(1, 81)]
+    problem = Problem((middle, *around), tuple(edges))
+    costs = middle.seconds + sum(edge.seconds[:, 0] for edge in edges)
+    plan = solve(problem)
+    assert plan.choice == (int(costs.argmin()), *([0] * 80))
+    assert plan.seconds == pytest.approx(80 + costs.min())
+    assert cheapest_plan(problem) == plan.choice

@@ -139,7 +139,10 @@ def test_deals_are_the_best_of_all() -> None:
         ({"schedule": "zbv"}, "1f1b and gpipe"),
         ({"stages": [3]}, "divisors of the ranks"),
         ({"microbatches": 0}, "positive"),
-        ({"memory_bytes": 1000}, "no plan fits 1000 bytes on 2 ranks"),
+        (
+            {"memory_bytes": 1000},
+            r"no plan fits 1000 bytes on 2 ranks with 4 microbatches; [1-9].* of a device is the least",
+        ),
     ],
 )
 def test_refusals(change: dict, said: str) -> None:
@@ -147,11 +150,16 @@ def test_refusals(change: dict, said: str) -> None:
         plans(2, **change)
 
 
-def test_a_module_that_is_no_chain_is_refused() -> None:
+def test_a_module_that_is_no_chain_has_one_stage() -> None:
+    skipping = graph_of(4, skip=True)
+    (plan, *_) = plan_stages(skipping, cluster(2), 2, speed=SPEED)
+    assert len(plan.stages) == 1
     with pytest.raises(UserError, match="blocks ahead"):
-        plan_stages(graph_of(4, skip=True), cluster(2), 2, speed=SPEED)
+        plan_stages(skipping, cluster(2), 2, speed=SPEED, stages=[1, 2])
+    with pytest.raises(UserError, match="no plan fits"):  # rather than segments that would not keep what is skipped
+        plan_stages(skipping, cluster(2, plan.memory_bytes * 3 // 4), 2, speed=SPEED, stages=[1])
     one = trace_graph(nn.Linear(4, 4), {"input": torch.zeros(2, 4)}, train=True)
-    with pytest.raises(UserError, match="no list of alike blocks"):
+    with pytest.raises(UserError, match="no list of blocks"):
         plan_stages(one, cluster(2), 2, speed=SPEED)
 
 

@@ -138,11 +138,11 @@ def test_a_benchmark_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatc
         object.__setattr__(began, "dirty", False)
         object.__setattr__(began, "measures", {"core/config.py": "some"})
         with pytest.raises(KeyboardInterrupt):
-            runner.run(Benchmark("toy", "A toy", measure(2), (), resumed=True), Options(), tmp_path, "toy")
+            runner.run(Benchmark("toy", "A toy", measure(2), (), resumes=True), Options(), tmp_path, "toy")
         with (tmp_path / "toy.partial.jsonl").open("a") as lines:
             lines.write('{"case": {"n"')  # it was killed while it wrote
         for name, value in changes.items():
             object.__setattr__(began, name, value)
-        runner.run(Benchmark("toy", "A toy", measure(-1), (), resumed=True), Options(), tmp_path, "toy")
+        runner.run(Benchmark("toy", "A toy", measure(-1), (), resumes=True), Options(), tmp_path, "toy")
         assert made == ([0, 1, 2] if not changes else [0, 1, 0, 1, 2])
         assert not (tmp_path / "toy.partial.jsonl").exists()

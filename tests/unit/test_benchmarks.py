@@ -106,6 +106,41 @@ def test_committed_results_are_results() -> None:
         assert read(path).name == name
 
 
+@pytest.mark.parametrize("change", ["none", "measures", "resumes", "cut"])
+def test_an_interrupted_benchmark_goes_on_from_what_it_kept(tmp_path: Path, change: str) -> None:
+    """Where the code that it measures is as it was; of a line that was being written nothing is taken."""
+    made, interrupted = list[int](), list[int]()
+
+    def measure(options: runner.Options) -> Measured:
+        kept = {int(row.case["number"]): row for row in options.earlier}
+        rows = []
+        for number in range(3):
+            if number == 2 and not interrupted:
+                interrupted.append(number)
+                raise UserError("interrupted")
+            if number not in kept:
+                made.append(number)
+                kept[number] = Row({"number": number}, {"square": Number(number**2, "")})
+                options.kept(kept[number])
+            rows.append(kept[number])
+        return Measured(tuple(rows))
+
+    benchmark = runner.Benchmark("toy", "A toy", measure, ("benchmarks/run.py",), resumes=True)
+    began = replace(beginning(benchmark.measures), dirty=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "beginning", lambda _: began)
+        with pytest.raises(UserError, match="interrupted"):
+            runner.run(benchmark, runner.Options(), tmp_path, "command")
+        if change == "measures":
+            patch.setattr(runner, "beginning", lambda _: replace(began, measures={"benchmarks/run.py": "another"}))
+        if change == "cut":
+            (tmp_path / "toy.partial.jsonl").open("a").write('{"case": {"num')
+        runner.run(replace(benchmark, resumes=change != "resumes"), runner.Options(), tmp_path, "command")
+    assert made == ([0, 1, 2] if change in ("none", "cut") else [0, 1, 0, 1, 2])
+    assert len(read(tmp_path / "toy.json").figures) == 3
+    assert not (tmp_path / "toy.partial.jsonl").exists()
+
+
 def test_benchmarks_are_found_by_listing() -> None:
     assert "train" in runner.known()
     assert not {"result", "run", "contenders", "ranks"} & set(runner.known())

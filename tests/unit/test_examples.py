@@ -1,4 +1,4 @@
-"""The examples of docs/scaling.md: shells and YAML parse, and what they start is a run that could start."""
+"""The examples of the pages: shells and YAML parse, and what they start is a run that could start."""
 
 import re
 import shlex
@@ -66,7 +66,7 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_names_every_example_and_its_shell_blocks_parse() -> None:
-    page = (DOCS / "scaling.md").read_text() + (DOCS / "auto_parallelize.md").read_text()
+    page = "".join((DOCS / f"{name}.md").read_text() for name in ("scaling", "auto_parallelize", "any_module"))
     for path in EXAMPLES.iterdir():
         assert f"examples/{path.name}" in page
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

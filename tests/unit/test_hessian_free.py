@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.layout import layout_of
 from core.optim import HessianFree, OptimConfig, build_optimizer
 from core.optim.conjugate import solve
-from core.optim.hessian_free import _Problem
+from core.optim.hessian_free import _Held, _Problem
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,10 @@ def test_conjugate_gradients_stop_where_little_is_gained_and_keep_few_iterates()
     assert phis == sorted(phis, reverse=True)
     for x, phi in found.iterates:
         assert phi == pytest.approx(float(0.5 * (values * x) @ x - right @ x), rel=1e-9)
+
+
+def held(model: nn.Module) -> list[_Held]:
+    return [_Held(p, layout_of(p)) for p in model.parameters()]
 
 
 class Net(nn.Module):
@@ -90,7 +95,7 @@ def test_products_are_those_of_the_gauss_newton_matrix(loss, parts: int) -> None
         return closure
 
     closures = [part(x, y) for x, y in zip(ids.split(6 // parts), targets.split(6 // parts))]
-    problem = _Problem(list(parameters), closures, None)
+    problem = _Problem(held(net), closures, None)
     with torch.no_grad():
         value, gradient, _ = problem.begin({"probes": 1, "exponent": 0.75, "seed": 0}, 1, 0)
         for _ in range(2):
@@ -104,7 +109,7 @@ def test_products_are_those_of_the_gauss_newton_matrix(loss, parts: int) -> None
 
 def test_the_preconditioner_is_the_mean_square_of_the_rows_gradients() -> None:
     layer, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.randn(5, 2)
-    problem = _Problem(list(layer.parameters()), [lambda: ((layer(x) - y).square().sum() / 10, layer(x))], None)
+    problem = _Problem(held(layer), [lambda: ((layer(x) - y).square().sum() / 10, layer(x))], None)
 
     def closure() -> tuple[Tensor, Tensor]:
         made = layer(x)

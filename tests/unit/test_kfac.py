@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from core.config import UserError
+from core.kernels import cross_entropy
+from core.nn.experts import GroupedLinear
+from core.nn.loss import Head
 from core.optim import KFAC, OptimConfig, build_optimizer
 from core.optim.kfac_layers import packed, unpacked
 from core.optim.kfac_solve import NotInverted
@@ -120,6 +123,42 @@ def test_factors_of_an_embedding_are_counts_and_gradients() -> None:
     r, c = factors(seen(model, ids), "layer.weight")
     torch.testing.assert_close(r, counts / counts.sum(), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(c, torch.einsum("nti,ntj->ij", g, g) / ROWS, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("max_dim", [4096, 6])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_with_its_loss_is_a_layer_before_cross_entropy(
+    sharing: Any, max_dim: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Factors and EKFAC's scales, though the loss never holds all logits; with a diagonal for a long vocabulary."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 600)
+    x, targets = torch.randn(ROWS, LENGTH, 4), torch.randint(0, 9, (ROWS, LENGTH))
+    targets[0, :2] = targets[3] = -100
+    head, layer = Head(9, 4, bias=bias), nn.Linear(4, 9, bias=bias)
+    head.load_state_dict(layer.state_dict())
+    items = int((targets >= 0).sum())
+
+    def of_head(rows: slice) -> Tensor:
+        return head(x[rows], targets[rows]) / items
+
+    def of_layer(rows: slice) -> Tensor:
+        return F.cross_entropy(layer(x[rows]).flatten(0, 1), targets[rows].flatten(), reduction="sum") / items
+
+    found = []
+    for module, loss in ((head, of_head), (layer, of_layer)):
+        optimizer = KFAC(module, lr=0.0, sharing=sharing, max_dim=max_dim, method="ekfac", factor_decay=0.5)
+        for _ in range(2):
+            for rows in (slice(0, 2), slice(2, ROWS)):
+                optimizer.observe(lambda rows=rows, loss=loss: loss(rows) * items / 9, items=9.0)
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        state = optimizer.state[optimizer._named["weight"]]
+        scales = [state["scales"]] if "scales" in state else []
+        found.append([*factors(optimizer, "weight"), *scales])
+    assert len(found[0]) == 2 + (max_dim > 9)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-11, atol=1e-14)
 
 
 class Tied(nn.Module):
@@ -330,6 +369,8 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     for option, value in {"damping": -1.0, "kl_clip": 0.0, "fisher": "true", "factor_every": 0, "method": "qr"}.items():
         with refused(f"kfac: {option}={value}; give "):
             OptimConfig("kfac", **{option: value})
+    with refused("kfac: experts.weight is a stack of 3 matrices, each of which sees rows of its own"):
+        KFAC(nn.ModuleDict({"experts": GroupedLinear(3, 2, 2, bias=False), "layer": nn.Linear(2, 2)}))
     table = nn.Embedding(4, 3)
     looked_up = KFAC(Mean(table))
     with refused(r"kfac: layer is given 1 rows of a microbatch of 6"):

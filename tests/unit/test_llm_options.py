@@ -20,6 +20,7 @@ from core.models.decoder import Decoder, DecoderConfig, RopeScaling
 from core.models.pretrained import save_pretrained
 from core.optim.build import OPTIMIZERS
 from tests.support.options import TRAINING, Probe, another, hint_of, options_of, recorded, replaced
+from tests.unit.test_llm_scaling import a_run
 
 BASE = ["--recipe", "debug", "--optim.schedule.warmup-steps", "0"]
 TEXT = ["--data.path", str(Path(concurrent.__file__).parent), "--data.heldout-fraction", "0.3"]
@@ -40,6 +41,7 @@ COMMANDS = {
         "--mesh.pp 2 --nproc 2 --pipeline.schedule interleaved --timeline TMP/step.png",
         "--gpus 2 --gpu A100 --mesh.pp 2",
     ],
+    "scaling": ["", "--json --budget 1e9 --draw TMP/law.png"],
 }
 """command -> words of each of its modes"""
 VALUES = TRAINING | {
@@ -85,6 +87,15 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of runs to which a law can be fitted."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [a_run(folder / f"{dim}-{steps}", dim, steps) for dim in (8, 16, 32) for steps in (3, 7)] + [
+        a_run(folder / "32-10", 32, 10)
+    ]
+
+
+@pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for number in range(40):
@@ -93,7 +104,7 @@ def texts(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("command", "mode"), [(c, mode) for c, modes in COMMANDS.items() for mode in modes])
-def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, monkeypatch):
+def test_an_option_is_obeyed_or_refused(command, mode, run, runs, texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = {
         "pretrain": [*BASE, *SMALLER],
@@ -104,6 +115,7 @@ def test_an_option_is_obeyed_or_refused(command, mode, run, texts, tmp_path, mon
         "tokenize": ["--data.path", str(texts), "--data.tokenizer", "byte"],
         "profile": ["--model", str(run), "--sequence-length", "8"],
         "plan": BASE,
+        "scaling": ["--runs", *map(str, runs), "--samples", "20"],
     }[command]
     probe = Probe(APP.dispatch, [command, *given, *mode.replace("TMP", str(tmp_path)).split()], VALUES)
     if command == "plan":

@@ -1,5 +1,6 @@
 """SOAP, Shampoo, GaLore and Muon's options: equations written out, and what must hold without a peer."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from core.optim.build import groups_in_words
 from core.optim.matrices import MatrixOptimizer
 from core.optim.muon import orthogonalised, polar_factor
 from core.optim.roles import role_of
+from core.optim.size import state_bytes
 from core.optim.spectra import eigenbasis, packed, refreshed, settled, unpacked
 from tests.support.small import config_of, train
 
@@ -441,3 +443,71 @@ def test_the_plan_says_who_gets_what() -> None:
 def test_a_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config_of(tmp_path, steps=1, optim=OptimConfig("soap", plan=True)))
     assert "matrix     soap   decays    blocks.*" in capsys.readouterr().out
+
+
+def test_a_basis_goes_on_alike_behind_a_direction_of_rounding() -> None:
+    """The seventh column depends on those before it. What QR puts in its place is rounding, and takes from the eighth
+    all, something or nothing, so that it may fall below the share that it is above."""
+    basis, small = torch.linalg.qr(draw(3, 8, 8))[0], torch.tensor([1.0] * 7 + [0.1], dtype=torch.float64)
+    null = torch.cat([draw(4, 7), torch.zeros(1, dtype=torch.float64)])
+    outside = torch.eye(8, dtype=torch.float64) - null.outer(null) / null.square().sum()
+    root = outside @ (small[:, None] * draw(5, 8, 8))
+    factor = basis @ root @ root.T @ basis.T
+    order, _ = found if (found := refreshed(factor, basis)) else pytest.fail("it has no basis")
+    assert int(order[-1]) == 7
+    columns = factor @ basis[:, order]
+    before = torch.linalg.qr(columns[:, :6])[0]
+    rest = columns[:, 7] - before @ (before.T @ columns[:, 7])
+    share = 0.9 * float(rest.norm() / torch.linalg.qr(columns)[1].diagonal().abs().max())
+    made = []
+    for seed in range(8):
+        noise = 1e-16 * draw(10 + seed, 8, 8)
+        renewed = refreshed(factor + noise + noise.T, basis, share)
+        assert renewed is not None
+        made.append(renewed[1])
+    for other in made[1:]:
+        same = (made[0].T @ other).abs()
+        torch.testing.assert_close(same, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+# --- narrow moments ---------------------------------------------------------------------------------------------------
+
+NARROW: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "soap": {"precondition_frequency": 2},
+    "shampoo": {"precondition_frequency": 2},
+    "galore": {"rank": 48, "update_gap": 2, "rotate_moments": True},
+}
+
+
+@pytest.mark.parametrize("name", list(NARROW))
+@pytest.mark.parametrize(("momentum_format", "limit"), [("bf16", 0.02), ("8bit", 0.2)])
+def test_moments_in_16_and_8_bits(name: Any, momentum_format: str, limit: float) -> None:
+    """Nearly the steps of wide moments; state of the bytes that are foretold, also behind a state dict."""
+    ends, shape = [], (64, 96)
+    for kept in ("fp32", momentum_format):
+        config = OptimConfig(name, lr=0.01, momentum_format=kept, **NARROW[name])
+        masters = {"blocks.0.w": draw(0, *shape).float().requires_grad_(), "b": draw(1, 5).float().requires_grad_()}
+        matrix, optimizer = masters["blocks.0.w"], build_optimizer(config, masters)
+        for step in range(1, 7):
+            matrix.grad, masters["b"].grad = draw(step, *shape).float(), draw(step, 5).float()
+            optimizer.step()
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        held = sum(t.nbytes for t in optimizer.state[matrix].values() if t.ndim)
+        assert held == state_bytes(config, shape, 4, role="matrix")
+        ends.append(matrix.detach() - draw(0, *shape).float())
+        first = "momentum_buffer" if name == "muon" else "exp_avg"
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+        assert optimizer.state[matrix][first + "_codes" * (kept == "8bit")].dtype == dtypes[kept]
+    difference = float((ends[1] - ends[0]).norm() / ends[0].norm())
+    assert 1e-6 < difference < limit
+
+
+def test_a_format_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match="soap: momentum_format=int4; give fp32, bf16 or 8bit"):
+        OptimConfig("soap", momentum_format="int4")  # pyright: ignore
+    with pytest.raises(UserError, match="muon: momentum_format=fp8; give fp32, bf16 or 8bit"):
+        Muon([{"params": [torch.ones(4, 4)], "orthogonalise": True, "momentum_format": "fp8"}], lr=0.1)
+    with pytest.raises(UserError, match="has no option momentum_format"):
+        OptimConfig("kfac", momentum_format="bf16")

@@ -1,12 +1,16 @@
 """Muon: updates are nearly orthogonal, along U V^T; the rest is torch's AdamW; homes are balanced."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.config import UserError
-from core.optim import muon
+from core.models.decoder import Decoder
+from core.models.shapes import SHAPES
+from core.optim import SOAP, GaLore, Shampoo, muon
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.home import balanced, pieces_from_home, pieces_to_home
 from core.optim.muon import Muon, orthogonalised
@@ -104,6 +108,28 @@ def test_homes_of_a_transformer(num_ranks: int, best: int) -> None:
     homes = balanced(costs, num_ranks)
     loads = [sum(cost for cost, home in zip(costs, homes, strict=True) if home == rank) for rank in range(num_ranks)]
     assert max(loads) <= 1.1 * best
+
+
+def least_load(costs: list[float], num_ranks: int) -> float:
+    """What the busiest rank has at least, whatever the homes: of the k n + 1 costliest one rank has k + 1 or more."""
+    costs = sorted(costs, reverse=True)
+    crowded = (sum(costs[k * num_ranks - k : k * num_ranks + 1]) for k in range(1, (len(costs) - 1) // num_ranks + 1))
+    return max(costs[0], sum(costs) / num_ranks, *crowded)
+
+
+@pytest.mark.parametrize("kind", [Muon, SOAP, Shampoo, GaLore])
+@pytest.mark.parametrize("shape", ["gpt2_124m", "opt_1_3b", "mixtral_8x7b"])
+def test_homes_of_real_models_are_within_a_tenth_of_the_best(shape: str, kind: Any) -> None:
+    """A stack of experts has one home. The best balance is no better than `least_load`."""
+    with torch.device("meta"):
+        model = Decoder(SHAPES[shape])
+    optimizer = kind(model.named_parameters(), lr=0.1)
+    costs = [optimizer._cost(tuple(p.shape), g) for g in optimizer.param_groups if g[kind.flag] for p in g["params"]]
+    for num_ranks in (2, 4, 8, 64):
+        loads = [0.0] * num_ranks
+        for cost, home in zip(costs, balanced(costs, num_ranks), strict=True):
+            loads[home] += cost
+        assert max(loads) <= 1.1 * least_load(costs, num_ranks), f"{num_ranks} ranks"
 
 
 def test_every_element_goes_home_once_and_comes_back_to_all() -> None:

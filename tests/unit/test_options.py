@@ -58,7 +58,7 @@ def spelled(config):
     return {option(name, config).removeprefix("--"): hint_of(config, name) for name in option_names(config)}
 
 
-WITHOUT_MODEL = {"llm pretrain", "llm tokenize", "fold msa", "fold evaluate", "fold doctor"}
+WITHOUT_MODEL = {"llm pretrain", "llm tokenize", "llm scaling", "fold msa", "fold evaluate", "fold doctor"}
 """They make a model, or take none; of the first --model.… says its shape."""
 OTHER_NAMES = {"source", "weights", "checkpoint", "run", "model-path", "model-dir", "ckpt"}
 OTHER_RANKS = {"ranks", "world-size", "gpus", "devices", "num-gpus", "processes", "nproc-per-node"}
@@ -94,8 +94,9 @@ def test_memory_is_written_with_its_unit(configs):
     assert all(hint in (str, str | None) for hint in asked.values())
     units = r"(^|[-.])(memory|cache|budget|size|body|[kmgt]i?b|bytes)-?([kmgt]i?b|bytes)?$"
     counted = {one for _, one in found if re.search(units, one)} - MEMORY
-    # Counts of rows, tokens and elements; folders of what is computed once.
-    assert counted == {"model.vocab-size", "data.vocab-size", "group-size", "engine.page-size", "data.cache", "cache"}
+    # Counts of rows, tokens, elements and FLOPs; folders of what is computed once.
+    sizes = {"model.vocab-size", "data.vocab-size", "group-size", "engine.page-size"}
+    assert counted == {"budget", "data.cache", "cache"} | sizes
 
 
 def test_every_device_is_chosen_by_itself(configs):

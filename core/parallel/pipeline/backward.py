@@ -34,13 +34,17 @@ Edges = list[tuple[GradientEdge, Tensor]]
 class SplitBackward:
     """The backward of `output` to `entrance`, and later to the weights.
 
+    output    or the end of its graph, which needs a gradient
     entrance  a tensor that `output` was computed from: a leaf that requires a gradient, or one that was computed of
               weights, which then belong to the second part
     """
 
-    def __init__(self, output: Tensor, gradient: Tensor | None, entrance: Tensor):
+    def __init__(self, output: Tensor | GradientEdge, gradient: Tensor | None, entrance: Tensor):
         self._output, self._entrance = output, entrance
-        self._gradient = torch.ones_like(output) if gradient is None else gradient
+        if gradient is None:
+            assert isinstance(output, Tensor)
+            gradient = torch.ones_like(output)
+        self._gradient = gradient
         self._groups: list[list[_Side]] = []
         self._run_again: set[Node] = set()
         self._input_gradient: Tensor | None = None
@@ -150,8 +154,8 @@ def _accumulate(sides: list[_Side], retain_graph: bool) -> None:
             handle.remove()
 
 
-def _node(tensor: Tensor) -> Node:
-    node = get_gradient_edge(tensor).node
+def _node(end: Tensor | GradientEdge) -> Node:
+    node = (end if isinstance(end, GradientEdge) else get_gradient_edge(end)).node
     assert node is not None
     return node
 

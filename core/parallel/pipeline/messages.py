@@ -13,6 +13,9 @@ from functools import lru_cache
 
 from core.parallel.pipeline.schedule import Action, Kind, Schedule, simulate
 
+MOST_UNFINISHED = 4
+"""Sends of a rank that may be on their way before it waits for the oldest: they hold on to what they send."""
+
 
 @dataclass(frozen=True, order=True)
 class Message:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
 from core.config import UserError
@@ -36,7 +37,7 @@ from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.foreseen import ForeseenStep
-from core.parallel.pipeline.messages import Exchange, Message, with_messages
+from core.parallel.pipeline.messages import MOST_UNFINISHED, Exchange, Message, with_messages
 from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, Schedule, schedule
 from core.parallel.pipeline.shapes import (
     Form,
@@ -51,16 +52,19 @@ from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activ
 from core.parallel.squares import GradientSquares
 from core.placement.table import parameter_names
 
-_MOST_UNFINISHED = 4  # sends that may be on their way before the oldest is waited for: they hold on to what they send
 Key = tuple[bool, int, int]
 """(forward?, cut between stages, microbatch) of what is passed on."""
 
 
 @dataclass
 class _Held:
-    """A forward's results that the backward of a microbatch on a stage needs."""
+    """A forward's results that the backward of a microbatch on a stage needs.
 
-    output: Tensor
+    output  the loss, on the last stage; elsewhere the end of the graph alone: the activation itself goes when it has
+            been sent (Korthikanti et al. 2022, Reducing Activation Recomputation, appendix B)
+    """
+
+    output: Tensor | GradientEdge
     entrance: Tensor | None
     carried: Carried | None = None
     exit: tuple[Tensor, Tensor] | None = None
@@ -367,7 +371,8 @@ class PipelineStep:
             except StageEnd as end:
                 output = check_activation(end.activation)
                 self.passed[True, stage, microbatch] = (output.detach(), *_added(self.stages.carried, output.device))
-                return _Held(output, self.stages.entrance, self.stages.carried)
+                end_of_graph = get_gradient_edge(output) if output.requires_grad else output
+                return _Held(end_of_graph, self.stages.entrance, self.stages.carried)
             held = _Held(value, self.stages.entrance, self.stages.carried, self.stages.exit)
         assert stage == self.of.num_stages - 1, f"the loss of stage {stage} was computed without calling the model"
         self.total += value.detach()
@@ -386,9 +391,9 @@ class PipelineStep:
 
     def _backward(self, action: Action, held: _Held) -> None:
         gradient = self._gradient(action, held)
-        if held.output.requires_grad:
+        if isinstance(held.output, GradientEdge) or held.output.requires_grad:
             with self._backward_of(action, last=self.is_last(action)):
-                held.output.backward(gradient)
+                torch.autograd.backward(held.output, gradient)
         if action.stage:
             assert held.entrance is not None
             found = held.entrance.grad
@@ -398,6 +403,7 @@ class PipelineStep:
         assert held.entrance is not None, "the first block was given no tensor"
         output, gradient = held.output, self._gradient(action, held)
         if held.exit is not None:
+            assert isinstance(held.output, Tensor)
             output, gradient = self._back_to_blocks(action, held.output, *held.exit)
         held.split = SplitBackward(output, gradient, held.entrance)
         held.output, held.exit = output, None
@@ -456,7 +462,7 @@ class PipelineStep:
                 self.sent.append((own, tensors))
             else:
                 self.coming[key] = parcel, own
-        self._wait_for_sends(_MOST_UNFINISHED)
+        self._wait_for_sends(MOST_UNFINISHED)
 
     def beside(self, message: Message) -> Parcel:
         """Tensors of somebody else's that travel with a message: to send, or to receive into."""
