@@ -169,7 +169,7 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
         print(in_a_line(row), flush=True)
         if partial is not None:
             with partial.open("a") as lines:
-                lines.write(_told(row) + "\n")
+                lines.write(json.dumps(asdict(row)) + "\n")
 
     if options.quick:
         choose_in_a_moment()
