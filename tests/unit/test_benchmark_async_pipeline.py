@@ -1,18 +1,12 @@
-"""The benchmark of asynchronous pipelines: its recurrence, its intervals, its clock; and runs that are resumed."""
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+"""The benchmark of asynchronous pipelines: its recurrence, its intervals, its clock."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import run as runner
 from benchmarks.async_pipeline import Run, clock_s, gaps, runs, seeds_of
 from benchmarks.recurrence import Recurrence, Sizes, learn, paired_interval
-from benchmarks.result import Measured, Number, Row
-from benchmarks.run import Benchmark, Options
+from benchmarks.result import Number, Row
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.correction import CORRECTIONS, CorrectionName
 from core.parallel.pipeline.schedule import SCHEDULES
@@ -111,38 +105,3 @@ def test_the_clock(microbatches: int, link: float) -> None:
     if not link:
         assert step / ahead == pytest.approx((microbatches + 3) / microbatches, rel=0.02)
         assert share > 0.98
-
-
-def test_a_benchmark_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list[int]()
-
-    def measure(fails_at: int) -> Callable[[Options], Measured]:
-        def of(options: Options) -> Measured:
-            known = {row.case["n"]: row for row in options.earlier}
-            for n in range(3):
-                if n in known:
-                    continue
-                if n == fails_at:
-                    raise KeyboardInterrupt
-                made.append(n)
-                known[n] = Row({"n": n}, {"x": Number(float(n), "")})
-                options.kept(known[n])
-            return Measured(tuple(known.values()))
-
-        return of
-
-    began: Any = runner.beginning(("core/config.py",))
-    monkeypatch.setattr(runner, "beginning", lambda _: began)
-    for changes in ({}, {"measures": {"core/config.py": "other"}}, {"dirty": True}):
-        made.clear()
-        object.__setattr__(began, "dirty", False)
-        object.__setattr__(began, "measures", {"core/config.py": "some"})
-        with pytest.raises(KeyboardInterrupt):
-            runner.run(Benchmark("toy", "A toy", measure(2), (), resumes=True), Options(), tmp_path, "toy")
-        with (tmp_path / "toy.partial.jsonl").open("a") as lines:
-            lines.write('{"case": {"n"')  # it was killed while it wrote
-        for name, value in changes.items():
-            object.__setattr__(began, name, value)
-        runner.run(Benchmark("toy", "A toy", measure(-1), (), resumes=True), Options(), tmp_path, "toy")
-        assert made == ([0, 1, 2] if not changes else [0, 1, 0, 1, 2])
-        assert not (tmp_path / "toy.partial.jsonl").exists()
