@@ -17,9 +17,9 @@ def vision(out: Path, *options: object, num_ranks: int = 1) -> str:
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    said = vision(tmp_path / "run")
+    said = vision(tmp_path / "run", "--steps", 60)
     error = summary(tmp_path / "run")["heldout_error"]
-    assert error < 0.08
+    assert error < 0.1
     assert f"held-out error {error:.2%}" in said
 
 
