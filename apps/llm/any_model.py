@@ -32,7 +32,7 @@ class AnyModel:
             )
             name = next(iter(getattr(self.config, "architectures", None) or ()), None)
             self.kind: Any = getattr(transformers, name, None) if name is not None else None
-            self.task = name if self.kind is not None else ""
+            self.task: str = name or "" if self.kind is not None else ""
             self.model = self._build(transformers)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
             said = next(iter(str(error).splitlines()), type(error).__name__)

@@ -289,7 +289,7 @@ class _Run:
 
     def forward(self, learning: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs of the whole, by name."""
-        step, given = self.step, self.given | learning
+        step, given = self.step, self.given | dict(learning)
         self._send("parameters", self._whole_parameters(given))
         given |= self._received("parameters")
         for number in range(self.of.microbatches):
