@@ -181,7 +181,8 @@ class _Summed:
     """The sums of one use, into which the cases of one forward go; of a use that was not seen before, zeros."""
 
     def __init__(self, observer: Observer, key: tuple[int, int], layer: Layer, use: Use, y: Tensor):
-        self.layer, self.use, self.sharing = layer, use, observer.sharing_of(use)
+        self.layer, self.use = layer, use
+        self.sharing: Sharing = observer.sharing_of(use)
         self.sizes = layer.shape if use.inputs_first else layer.shape[::-1]
         self.diagonal = layer.diagonal if use.inputs_first else layer.diagonal[::-1]
         self.bases = observer.oriented(key[0])
