@@ -12,7 +12,7 @@ Of a layer with the matrix V[m, n] and the factors R, C of its Fisher informatio
 6. M <- momentum M + nu P;  W <- (1 - lr weight_decay) W - lr M
 
 method "ekfac" replaces the product of eigenvalues by the mean square of the gradient in that basis, V's entry by entry;
-bases go to all ranks with the message of 5. Norms, expert stacks and what else has no factors gets AdamW at lr_others.
+bases go to all ranks with the message of 5. Norms and what else has no factors gets AdamW at lr_others.
 
 Factors that are not finite, or that no method inverts, leave a layer with those it had; `fallbacks` counts them.
 
@@ -80,8 +80,8 @@ class KFAC(ShardedOptimizer):
 
         optimizer.observe(lambda: loss_of_drawn_targets(model(x)), items=len(x))
 
-    Raises UserError for values out of range, for a model without a layer that has factors, and in `step` where the
-    model was not observed.
+    Raises UserError for values out of range, for a model without a layer that has factors, for stacks of matrices
+    (experts) that are not excluded, and in `step` where the model was not observed.
     """
 
     def __init__(

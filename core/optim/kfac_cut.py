@@ -25,7 +25,8 @@ from core.mesh import GRID_AXES
 from core.optim.kfac_layers import Sharing, Use
 from core.optim.sharded import wide_dtype
 
-DEPTH, *PLANE = GRID_AXES
+DEPTH: str = GRID_AXES[0]
+PLANE: tuple[str, ...] = GRID_AXES[1:]
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,8 @@ class _Summed:
     """The sums of one use, into which the cases of one forward go; of a use that was not seen before, zeros."""
 
     def __init__(self, observer: Observer, key: tuple[int, int], layer: Layer, use: Use, y: Tensor):
-        self.layer, self.use, self.sharing = layer, use, observer.sharing_of(use)
+        self.layer, self.use = layer, use
+        self.sharing: Sharing = observer.sharing_of(use)
         self.sizes = layer.shape if use.inputs_first else layer.shape[::-1]
         self.diagonal = layer.diagonal if use.inputs_first else layer.diagonal[::-1]
         self.bases = observer.oriented(key[0])
@@ -202,7 +203,7 @@ class _Summed:
         self.seen.inputs.add_(total, alpha=inputs.share)
         self.seen.cases += inputs.share * len(cases)
         if self.bases[0] is not None:
-            self.projected = (cases @ self.bases[0]).square_()
+            self.projected = cases @ self.bases[0]
 
     def take_gradient(self, gradient: Whole, x: Tensor, factor: float) -> None:
         """x: the input of an embedding"""
@@ -210,8 +211,15 @@ class _Summed:
         g = g.to(wide_dtype(g.dtype)) * factor
         self.seen.gradients.add_(packed(outer_sum(g, self.sizes[1], self.diagonal[1])), alpha=gradient.share)
         if self.projected is not None and self.seen.squares is not None:
-            both = (g @ self.bases[1]).square_().T @ self.projected
+            both = self._squares(g @ self.bases[1], self.projected, gradient.rows)
             self.seen.squares.add_(both.T if self.layer.inputs_first else both, alpha=gradient.share)
+
+    def _squares(self, g: Tensor, a: Tensor, rows: int) -> Tensor:
+        """Sum of squares of g a^T, over the cases; places of a convolution make one gradient of a row between them."""
+        if self.use.kind != "conv" or self.sharing == "reduce":
+            return g.square().T @ a.square()
+        of_rows = zip(g.view(rows, -1, g.shape[1]), a.view(rows, -1, a.shape[1]), strict=True)
+        return torch.stack([(of_g.T @ of_a).square_() for of_g, of_a in of_rows]).sum(0)
 
 
 def _hook(own: Any, key: tuple[int, int], layer: Layer, use: Use, cut: Cut | GridCut) -> Callable[..., None]:
