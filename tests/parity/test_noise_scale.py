@@ -69,6 +69,19 @@ def test_the_linear_model_has_its_closed_form_on_any_split(ranks) -> None:
         assert abs(found[split] / found[1, 128] - 1) < 1e-10, found
 
 
+@pytest.mark.soak
+def test_two_thousand_steps_of_the_linear_model(ranks) -> None:
+    """Ragged and equal microbatches; those of as many rows give the same number, whatever ranks they are dealt to."""
+    splits = ((1, 128), (2, 128), (4, 128), (4, None), (1, 64), (2, 64), (4, 64), (1, 100), (2, 96), (4, 50))
+    found = {split: ranks(split[0]).run(noise_of_linear, split[1], 2000)[0] for split in splits}
+    for value in found.values():
+        assert abs(value / CLOSED_FORM - 1) < 0.02, found
+    for rows in (128, 64):
+        for num_ranks in (2, 4):
+            assert abs(found[num_ranks, rows] / found[1, rows] - 1) < 1e-10, found
+    assert abs(found[4, None] / found[1, 128] - 1) < 1e-10, found
+
+
 def noise_of(case: Case, steps: int = 2) -> list[dict[str, Any]]:
     state, config = build(case)
     state.noise = NoiseScale(state.parallel, 10)
