@@ -104,7 +104,7 @@ DECODER = {
 }
 MORE_DECODER = {
     "tp zero 3": (4, TrainingCase(LLAMA, MeshConfig(tp=2), parallel(3))),
-    "tp long": (3, TrainingCase(LLAMA, MeshConfig(tp=3), parallel(), options=(("max_dim", 40),))),
+    "tp long": (2, TrainingCase(LLAMA, MeshConfig(tp=2), parallel(), options=(("max_dim", 40),))),
     "zero 2": (2, TrainingCase(GPT2, parallel=parallel(2), microbatch=4)),
     "2d tied": (4, TrainingCase(RAGGED, SQUARE, parallel(), batch=1)),
     "2d zero 3": (8, TrainingCase(RAGGED, SQUARE, parallel(3), options=LONG)),
