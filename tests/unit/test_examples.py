@@ -67,7 +67,7 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_names_every_example_and_its_shell_blocks_parse() -> None:
     page = "".join((DOCS / f"{name}.md").read_text() for name in ("scaling", "auto_parallelize", "any_module"))
-    for path in EXAMPLES.iterdir():
+    for path in EXAMPLES.glob("*.*"):
         assert f"examples/{path.name}" in page
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert blocks

@@ -455,7 +455,7 @@ def test_a_config_is_data_that_can_be_copied_and_sent() -> None:
 
 def test_every_optimizer_is_told_of() -> None:
     documented = re.findall(
-        r"^\| `(\w+)` \|", Path("docs/optim.md").read_text().partition("## Matrices")[0], re.MULTILINE
+        r"^\| `(\w+)` \|", Path("docs/optim.md").read_text().partition("## Element by element")[0], re.MULTILINE
     )
     assert sorted(documented) == sorted(OPTIMIZERS)
     (told,) = re.findall(r'each has options of its own:(.*?)"""', inspect.getsource(OptimConfig), re.DOTALL)
