@@ -26,6 +26,13 @@ PUBLISHED = {
 Zmushko et al. 2026, arXiv:2606.30634."""
 MEASURED: dict[tuple[str, str], tuple[float, float, float]] = {
     # measured: python -m tests.support.async_results
+    ("adamw", "none"): (0.330, 0.257, 0.402),
+    ("adamw", "prediction"): (0.061, -0.079, 0.201),
+    ("adamw", "nesterov"): (0.180, 0.121, 0.238),
+    ("adamw", "dc_asgd"): (0.322, 0.292, 0.352),
+    ("adamw", "error_feedback"): (0.062, -0.069, 0.193),
+    ("muon", "none"): (0.015, -0.020, 0.049),
+    ("soap", "none"): (0.022, -0.008, 0.052),
     # end
 }
 """The same, mean and 95 % interval, of a byte, under 2bw: benchmarks/results/async_pipeline.json."""
