@@ -34,7 +34,7 @@ from core.auto.formulate import Formulation, formulate
 from core.auto.readable import SpreadStep
 from core.auto.solve import Plan, solve
 from core.auto.specs import Spec
-from core.auto.spread import Options, SpreadForward, log, reached, sayable, shapes_of, whole
+from core.auto.spread import Options, SpreadForward, Step, log, reached, sayable, shapes_of, whole
 from core.auto.stages import Cut, Dealt, Message, Phase, cut_graph, deal
 from core.compat import tree_map_only
 from core.config import UserError
@@ -46,27 +46,15 @@ STAGE = "stage"
 """The axis of a mesh on which stages follow each other."""
 
 
-@dataclass(frozen=True, eq=False)
-class StagedStep:
-    """A kind of call, ready to run.
+@dataclass(frozen=True)
+class StagedStep(Step):
+    """A kind of call, ready to run: what is said of this rank's stage, but for the outputs, which are all stages'.
 
-    graph     of one microbatch, with all stages
-    plan      of this rank's stage
-    learning  parameters of this stage that get gradients
-    begins    output with which the backward begins -> name of its gradient among the graph's inputs
-    others    outputs without a gradient
-    reached   what learns -> the outputs, by their places in `begins`, of which it gets a gradient
-    rows      of a microbatch; 0: the batch is not cut
+    graph  of one microbatch, with all stages
+    rows   of a microbatch; 0: the batch is not cut
     """
 
-    graph: Graph
     cut: Cut
-    program: Program
-    plan: SpreadStep
-    learning: tuple[str, ...]
-    begins: dict[str, str]
-    others: tuple[str, ...]
-    reached: dict[str, frozenset[int]]
     rows: int
 
 
@@ -180,7 +168,7 @@ class StagedForward(SpreadForward):
         others = tuple(name for name in names.values() if name not in begins)
         learning = tuple(own.graph.gradients)
         of = reached(graph, list(begins.values()))
-        return StagedStep(graph, cut, program, readable, learning, begins, others, of, rows)
+        return StagedStep(graph, program, readable, learning, begins, others, of, cut, rows)
 
     def _rows(self, tensors: Mapping[str, Tensor]) -> int:
         """Rows of a microbatch: all tensors that have as many rows as the first one are the batch."""

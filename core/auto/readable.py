@@ -24,7 +24,7 @@ from core.auto.specs import Spec
 from core.config import UserError, in_words
 from core.trace.graph import Graph, Node
 
-PEAK_WITHIN = 0.75, 1.3
+PEAK_WITHIN = 0.9, 1.25
 """Of the planned peak, what a rank's may be: a plan knows nothing of what is allocated inside of operators and on the
 way from one layout to another, and counts what is freed by storages."""
 MOST_SHOWN = 12

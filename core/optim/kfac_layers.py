@@ -17,7 +17,7 @@ traces is taken: R = sum_u R_u tr C_u / T, C = sum_u C_u tr R_u, with T = sum_u 
 Where a side is longer than `max_dim`, and of an embedding's inputs always, a factor is its diagonal.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -260,11 +260,3 @@ def one_product(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     rows = torch.stack([r * t for (r, _), (_, t) in zip(pairs, traces)]).sum(0) / total
     columns = torch.stack([c * t for (_, c), (t, _) in zip(pairs, traces)]).sum(0)
     return rows, columns
-
-
-def pieces_of(message: Tensor, sizes: Iterator[int]) -> Iterator[Tensor]:
-    """The runs of a message, of these lengths one behind the other."""
-    start = 0
-    for size in sizes:
-        yield message[start : start + size]
-        start += size

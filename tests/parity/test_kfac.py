@@ -224,10 +224,17 @@ def refusals() -> dict[str, str]:
             curvature_of(state.parallel, state.optimizer, predict, config)
         except UserError as refused:
             found[name] = str(refused)
-    try:
-        build_decoder(TrainingCase(ROTARY, DEEP, parallel(), optim="hessian_free"))
-    except UserError as refused:
-        found["hf grid"] = str(refused)
+    cut, exact = MeshConfig(tp=2), (("fisher", "exact"),)
+    for name, case in (
+        ("hf grid", TrainingCase(ROTARY, DEEP, parallel(), optim="hessian_free")),
+        ("kfac reduce tp", TrainingCase(GPT2, cut, parallel(), optim="kfac", options=(("sharing", "reduce"),))),
+        ("kfac exact tp", TrainingCase(GPT2, cut, parallel(), optim="kfac", options=exact)),
+    ):
+        try:
+            state, config = build_decoder(case)
+            train_step(state, decoder_batch(case, 0), decoder_loss, decoder_weight, config, 0)
+        except UserError as refused:
+            found[name] = str(refused)
     return found
 
 
@@ -242,6 +249,8 @@ def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
             "hf stages": "optim.name=hessian_free with mesh.pp",
             "hf gemini": "optim.name=hessian_free with gemini.budget",
             "hf grid": "optim.name=hessian_free with mesh.tp_mode",
+            "kfac reduce tp": "kfac",
+            "kfac exact tp": "kfac",
             "hf bf16": "optim.name=hessian_free with precision=bf16",
         }
         for text in found.values():

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,20 @@ LATEST_S = 2.0  # after the first checkpoint: several steps and saves
 START_S = 120.0
 
 
+def kill_behind(command: Sequence[object], out: Path, draw: random.Random, *, saves: bool = True) -> None:
+    """Start a run, and kill it within seconds of its next checkpoint, or, unless it `saves`, of its start."""
+    before, begin = complete_steps(out / "checkpoints"), time.monotonic()
+    launcher = start("-m", "apps.llm", *command)
+    while saves and complete_steps(out / "checkpoints") == before:
+        assert launcher.poll() is None
+        assert time.monotonic() - begin < START_S
+        time.sleep(0.05)
+    time.sleep(draw.uniform(0, LATEST_S))
+    launcher.kill()
+    launcher.wait()
+    time.sleep(LIMIT_S)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
@@ -29,16 +44,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     for number in range(NUM_KILLS):
         out = tmp_path / f"run-{number}"
         many = ("--nproc", 2, "--steps", 100_000, "--checkpoint.every", 1, "--checkpoint.keep", 2, "--out", out)
-        begin = time.monotonic()
-        launcher = start("-m", "apps.llm", *options, *many)
-        while number >= NUM_EARLY and not complete_steps(out / "checkpoints"):
-            assert launcher.poll() is None
-            assert time.monotonic() - begin < START_S
-            time.sleep(0.05)
-        time.sleep(draw.uniform(0, LATEST_S))
-        launcher.kill()
-        launcher.wait()
-        time.sleep(LIMIT_S)
+        kill_behind([*options, *many], out, draw, saves=number >= NUM_EARLY)
         survivors += alive(str(out))
         if complete_steps(out / "checkpoints"):
             saved += 1
@@ -58,18 +64,8 @@ def test_steps_that_overlap_go_on_to_the_bit(tmp_path: Path, schedule: str) -> N
     options = (*options, "--steps", 100_000, "--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", schedule)
     options = (*options, "--pipeline.microbatches", 2, "--data.cache", tmp_path / "corpora")
     for number in range(NUM_OVERLAPPING):
-        before, begin = complete_steps(out / "checkpoints"), time.monotonic()
-        launcher = start(
-            "-m", "apps.llm", *options, "--checkpoint.every", 2, "--out", out, *("--resume",) * (number > 0)
-        )
-        while complete_steps(out / "checkpoints") == before:
-            assert launcher.poll() is None
-            assert time.monotonic() - begin < START_S
-            time.sleep(0.05)
-        time.sleep(draw.uniform(0, LATEST_S))
-        launcher.kill()
-        launcher.wait()
-        time.sleep(LIMIT_S)
+        many = ("--checkpoint.every", 2, "--out", out, *("--resume",) * (number > 0))
+        kill_behind([*options, *many], out, draw)
     steps = max(complete_steps(out / "checkpoints")) + 3
     for folder, more in ((out, ("--resume",)), (straight, ("--checkpoint.every", 0))):
         llm(*options, *more, "--stop-after", steps, "--out", folder)
