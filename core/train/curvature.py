@@ -13,8 +13,11 @@ from core.config import UserError
 from core.mesh import GRID_AXES, axis_size, pipeline_ranks
 from core.optim.hessian_free import Found, HessianFree
 from core.optim.kfac import KFAC
+from core.optim.kfac_cut import OtherStages
 from core.optim.prediction import Drawing, Predict, drawn_targets, exact_fisher, mean_loss
 from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.run import Pipeline
+from core.parallel.pipeline.schedule import SCHEDULES
 from core.train.config import TrainConfig
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -43,7 +46,10 @@ class Curvature:
     ):
         _refuse(parallel, optimizer, predict, config)
         self.parallel, self.optimizer, self.predict, self.config = parallel, optimizer, predict, config
-        optimizer.watch(parallel.model, parallel.table)
+        if isinstance(optimizer, KFAC) and isinstance(parallel, Pipeline):
+            optimizer.watch(parallel.model, parallel.table, OtherStages(parallel.copies, parallel.add_on_owner))
+        else:
+            optimizer.watch(parallel.model, parallel.table)
 
     @property
     def solves(self) -> bool:
@@ -83,9 +89,14 @@ class Curvature:
             yield
             return
         with optimizer.recording(
-            float(items), rows=microbatch.rows, factor=float(whole) / scale, length=microbatch.length
+            float(items) * self._counts, rows=microbatch.rows, factor=float(whole) / scale, length=microbatch.length
         ):
             yield
+
+    @property
+    def _counts(self) -> bool:
+        """Whether a forward's items count: those of a microbatch that goes through several stages here count once."""
+        return not isinstance(self.parallel, Pipeline) or self.parallel.stages.current == self.parallel.stages.own[0]
 
     def minimise(self, microbatches: Sequence[Microbatch], step: int) -> Found:
         """A step of Hessian-free; the parameters of the next forward are up to whoever publishes them."""
@@ -138,16 +149,26 @@ def _refuse(
     refused = [
         (config.gemini.budget is not None, "gemini.budget", "Gemini's plan of a step has no more passes over the model",
          "leave --gemini.budget out"),
-        (pipeline_ranks(mesh) > 1, "mesh.pp", "its passes over the model go through no stages", "use --mesh.pp 1"),
         (config.compile, "compile", "hooks and second derivatives do not see into compiled blocks", "use no compile"),
         (context > 1 and fisher != "empirical", "mesh.cp", "a rank's targets are drawn of whole rows",
          "use --mesh.cp 1" + (", or --optim.fisher empirical" if is_kfac else "")),
         (config.recompute.segmented, "recompute.mode", "a block's layers are not seen in one forward",
          "use --recompute.mode none or full"),
     ]  # fmt: skip
+    if is_kfac and pipeline_ranks(mesh) > 1:
+        schedule = config.pipeline.schedule
+        spec, option = SCHEDULES[schedule], f"pipeline.schedule={schedule}"
+        instead = "use --pipeline.schedule 1f1b, gpipe or interleaved"
+        refused += [
+            (spec.splits_backward, option, "gradients of a layer's outputs come in both parts of a backward", instead),
+            (spec.runs_ahead, option, "a look at the model is of one step, and its steps overlap", instead),
+            (fisher != "empirical", "mesh.pp", f"a look at {fisher} targets goes through no stages",
+             "use --mesh.pp 1, or --optim.fisher empirical"),
+        ]  # fmt: skip
     if not is_kfac:
         why = "products by two backwards do not pass the messages and hooks of"
         refused += [
+            (pipeline_ranks(mesh) > 1, "mesh.pp", "its passes over the model go through no stages", "use --mesh.pp 1"),
             (config.zero == 3, "zero=3", f"{why} FSDP2", "use --zero 0, 1 or 2"),
             (bool(grid), "mesh.tp_mode", f"{why} a grid's layers", "use --mesh.tp-mode 1d"),
             (config.recompute.mode != "none", "recompute.mode", f"{why} its blocks", "use --recompute.mode none"),

@@ -199,6 +199,20 @@ class Pipeline(ParallelModel):
             dist.recv(other, self.ranks[copy], self.group)
             gradient += other.to(gradient.device)
 
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """name -> what this rank has of the parameters of several stages whose masters other ranks have."""
+        return {name: copy for name, copy in self.inner.masters.items() if name not in self.masters}
+
+    def add_on_owner(self, name: str, x: Tensor) -> None:
+        """Add to the owner's x, in place, those of the ranks that have copies of this parameter, where there are any.
+
+        Called on all of them, in the same order of names.
+        """
+        if name in self.stages.shared:
+            owner, *copies = self.stages.shared[name]
+            self._sum_on_owner(x, owner, copies)
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         if self.stages.shared:  # values of copies are new only after `publish`
             optimizer.step()
