@@ -151,8 +151,10 @@ class KFAC(ShardedOptimizer):
     @contextmanager
     def recording(
         self, items: float, *, rows: int | None = None, factor: float | None = None, length: int | None = None
-    ) -> Iterator[None]:
-        """Surround a forward whose backward is a step's own: the empirical Fisher information.
+    ) -> Iterator[list[Tensor]]:
+        """Surround a forward whose backward is somebody else's: a step's own, for the empirical Fisher information.
+
+        Yields the outputs of its layers, to which gradients must come.
 
         items   that the loss is a mean over
         rows    of the batch; None: those of each layer's input
@@ -161,8 +163,8 @@ class KFAC(ShardedOptimizer):
         """
         if not isinstance(self._observer, Observer):
             raise UserError("kfac: no model is watched; give KFAC the model, or call its watch")
-        with self._observer.recording(items, rows, items if factor is None else factor, length):
-            yield
+        with self._observer.recording(items, rows, items if factor is None else factor, length) as outputs:
+            yield outputs
 
     def observe(
         self, loss: Callable[[], Tensor | Sequence[Tensor]], items: float, *, rows: int | None = None,

@@ -14,7 +14,7 @@ from core.mesh import GRID_AXES, axis_size, pipeline_ranks
 from core.optim.hessian_free import Found, HessianFree
 from core.optim.kfac import KFAC
 from core.optim.kfac_cut import OtherStages
-from core.optim.prediction import Drawing, Predict, drawn_targets, exact_fisher, mean_loss
+from core.optim.prediction import Drawing, Predict, Prediction, drawn_targets, exact_fisher, mean_loss
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SCHEDULES
@@ -64,22 +64,57 @@ class Curvature:
         if not optimizer.due or optimizer.defaults["fisher"] == "empirical":
             return
         with _buffers_kept(self.parallel.model):
+            if isinstance(self.parallel, Pipeline):
+                self._look_at_stages(
+                    self.parallel, list(zip(microbatches, weights.tolist(), strict=True)), loss, step, scale
+                )
+                return
             for microbatch, items in zip(microbatches, weights.tolist(), strict=True):
                 drawn = partial(self._drawn, microbatch, loss, step)
                 optimizer.observe(drawn, items, rows=microbatch.rows, scale=scale, length=microbatch.length)
 
+    def _look_at_stages(
+        self, pipeline: Pipeline, weighted: Sequence[tuple[Microbatch, float]], loss: Loss, step: int, scale: float
+    ) -> None:
+        optimizer = self.optimizer
+        assert isinstance(optimizer, KFAC)
+
+        def drawn(each: tuple[Microbatch, float], outputs: list[Tensor]) -> Tensor:
+            microbatch, items = each
+            options = {"rows": microbatch.rows, "factor": items / scale, "length": microbatch.length}
+            part, stages = microbatch.part, pipeline.stages
+            if stages.current == stages.num_stages - 1:
+                part = self._part_drawn(microbatch, step)
+                stages.start_again()
+            with optimizer.recording(items * self._counts, **options) as seen:
+                try:
+                    with self._at(microbatch, step):
+                        return loss(pipeline.model, part)
+                finally:
+                    outputs += seen
+
+        pipeline.look(weighted, drawn, scale)
+
     def _drawn(self, microbatch: Microbatch, loss: Loss, step: int) -> Tensor | list[Tensor]:
         """The loss of targets that the model draws, or all of them as `exact_fisher` has them."""
-        model, part, exact = self.parallel.model, microbatch.part, self.optimizer.defaults["fisher"] == "exact"
-        assert self.predict is not None
-        with torch.set_grad_enabled(exact), self._at(microbatch, step):
-            prediction = self.predict(model, part)
-        given = part[prediction.targets]
-        if exact:
-            return exact_fisher(prediction, given)
-        targets = drawn_targets(prediction, given, Drawing(self.config.seed, step, microbatch.first_row))
+        if self.optimizer.defaults["fisher"] == "exact":
+            prediction = self._prediction(microbatch, step)
+            return exact_fisher(prediction, microbatch.part[prediction.targets])
+        part = self._part_drawn(microbatch, step)
         with self._at(microbatch, step):
-            return loss(model, part | {prediction.targets: targets})
+            return loss(self.parallel.model, part)
+
+    @torch.no_grad()
+    def _part_drawn(self, microbatch: Microbatch, step: int) -> dict[str, Tensor]:
+        """The microbatch with targets that the model draws."""
+        prediction, part = self._prediction(microbatch, step), microbatch.part
+        drawing = Drawing(self.config.seed, step, microbatch.first_row)
+        return part | {prediction.targets: drawn_targets(prediction, part[prediction.targets], drawing)}
+
+    def _prediction(self, microbatch: Microbatch, step: int) -> Prediction:
+        assert self.predict is not None
+        with self._at(microbatch, step):
+            return self.predict(self.parallel.model, microbatch.part)
 
     @contextmanager
     def watching(self, microbatch: Microbatch, items: Tensor, whole: Tensor, scale: float) -> Iterator[None]:
@@ -162,8 +197,8 @@ def _refuse(
         refused += [
             (spec.splits_backward, option, "gradients of a layer's outputs come in both parts of a backward", instead),
             (spec.runs_ahead, option, "a look at the model is of one step, and its steps overlap", instead),
-            (fisher != "empirical", "mesh.pp", f"a look at {fisher} targets goes through no stages",
-             "use --mesh.pp 1, or --optim.fisher empirical"),
+            (fisher == "exact", "mesh.pp", "a backward for each output goes through no stages",
+             "use --mesh.pp 1, or --optim.fisher sampled or empirical"),
         ]  # fmt: skip
     if not is_kfac:
         why = "products by two backwards do not pass the messages and hooks of"

@@ -140,8 +140,17 @@ STAGES = {
     "interleaved zero 1": (
         4, TrainingCase(deep(LLAMA, 4), MeshConfig(pp=2), staged("interleaved", 1), options=(*EKFAC, *EMPIRICAL))
     ),
+    "sampled": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b"), batch=11)),
 }  # fmt: skip
 MORE_STAGES = {
+    "sampled interleaved": (
+        4,
+        TrainingCase(deep(GPT2, 4), MeshConfig(pp=2), staged("interleaved", 2), options=(*EKFAC, ("factor_every", 2))),
+    ),
+    "sampled zero 3": (4, TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2), staged("1f1b", 3))),
+    "sampled tp": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("gpipe"))),
+    "sampled recomputed": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", recompute=FULL))),
+    "sampled experts": (2, TrainingCase(deep(SWITCH), MeshConfig(pp=2), staged("1f1b", 1), options=WITHOUT_EXPERTS)),
     "gpipe": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("gpipe", 2), options=(*EKFAC, *EMPIRICAL))),
     "tied over two": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", 1), options=EMPIRICAL)),
     "four": (4, TrainingCase(deep(GPT2, 5), MeshConfig(pp=4), staged("1f1b"), options=(*EMPIRICAL, *LONG))),
@@ -245,7 +254,7 @@ def refusals() -> dict[str, str]:
     found = {}
     for name, optim, options, predict in (
         ("no predict", "kfac", {}, None),
-        ("kfac stages", "kfac", {"mesh": MeshConfig(pp=2)}, predicted),
+        ("kfac stages", "kfac exact", {"mesh": MeshConfig(pp=2)}, predicted),
         ("kfac parts", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("zb-h1")}, predicted),
         ("kfac ahead", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("2bw")}, predicted),
         ("kfac gemini", "kfac", {"gemini": GeminiConfig("1MB")}, predicted),
@@ -255,7 +264,8 @@ def refusals() -> dict[str, str]:
         ("hf gemini", "hessian_free", {"gemini": GeminiConfig("1MB")}, predicted),
         ("hf bf16", "hessian_free", {"precision": "bf16"}, predicted),
     ):
-        config = config_of(Path("unused"), optim=OptimConfig(optim), **options)
+        given = {"fisher": "exact"} if optim == "kfac exact" else {}
+        config = config_of(Path("unused"), optim=OptimConfig(optim.partition(" ")[0], **given), **options)
         state = small.build(config)
         try:
             curvature_of(state.parallel, state.optimizer, predict, config)
