@@ -8,11 +8,14 @@ Of a layer with the matrix V[m, n] and the factors R, C of its Fisher informatio
 3. there R <- d R + (1 - d) R_new, d = min(factor_decay, 1 - 1/k) at the k-th time; now and then inverts them; and
    P = R^-1 V C^-1, damped (core/optim/kfac_solve.py)
 4. sends P to who holds parts of it                                                          -> one all-to-all
-5. nu = min(1, sqrt(kl_clip / (lr^2 sum V . P))) over all layers                             -> one all-reduce
+5. nu = min(1, sqrt(kl_clip / (lr^2 sum V . P))) over all layers, of all stages              -> one all-reduce
 6. M <- momentum M + nu P;  W <- (1 - lr weight_decay) W - lr M
 
 method "ekfac" replaces the product of eigenvalues by the mean square of the gradient in that basis, V's entry by entry;
 bases go to all ranks with the message of 5. Norms and what else has no factors gets AdamW at lr_others.
+
+The ranks of 1 to 4 are those of a pipeline's stage, and look at its layers alone; what a stage sees of another's
+parameter (a tied head) goes there behind 1.
 
 Factors that are not finite, or that no method inverts, leave a layer with those it had; `fallbacks` counts them.
 
@@ -37,7 +40,7 @@ from core.kernels.adamw import adamw
 from core.layout import Layout, layout_of, tag
 from core.mesh import axis_size, tensor_names
 from core.optim.home import Pool, _assembled, _Message, balanced
-from core.optim.kfac_cut import Cut, GridCut
+from core.optim.kfac_cut import Cut, GridCut, OtherStages
 from core.optim.kfac_layers import Layer, Sharing, Use, find_layers, one_product, packed, packed_size, unpacked
 from core.optim.kfac_observer import Observer
 from core.optim.kfac_solve import NotInverted, damped_inverses, eigenbasis, into_basis, times
@@ -99,32 +102,40 @@ class KFAC(ShardedOptimizer):
         self._named = named
         self._layers: list[Layer] = []
         self._observer: Observer | None = None
+        self._stages: OtherStages | None = None
         self._pool: Pool | None = None
         self.fallbacks = 0
+        self._stage_fallbacks = 0
         super().__init__([{"params": list(named.values()), "factored": False}], options)
         if isinstance(model, nn.Module):
             self.watch(model)
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
-    def watch(self, model: nn.Module, table: Mapping[str, Any] | None = None) -> None:
+    def watch(
+        self, model: nn.Module, table: Mapping[str, Any] | None = None, stages: OtherStages | None = None
+    ) -> None:
         """Find the layers of the model that computes with these parameters, and hook them; once, before the first step.
 
-        table  name -> `core.placement.table.Placed`: how ranks share parameters in forwards
+        table   name -> `core.placement.table.Placed`: how ranks share parameters in forwards
+        stages  of a pipeline, of which this rank has one or some; None: it has all
         """
-        options = self.defaults
-        shapes = {name: self.place(p).layout.shape for name, p in self._named.items()}
-        self._layers = find_layers(model, self._named, shapes, options["max_dim"], options["exclude"])
+        options, self._stages = self.defaults, stages
+        known = self._named if stages is None else {**self._named, **stages.copies}
+        shapes = {name: self.place(p).layout.shape for name, p in known.items()}
+        found = find_layers(model, known, shapes, options["max_dim"], options["exclude"])
+        self._layers = [layer for layer in found if layer.weight in self._named]
         if not self._layers:
             raise UserError(
-                "kfac: the model has no layer with factors (linear, convolution, embedding) whose parameters are "
-                "trained and not excluded; use another --optim.name"
+                f"kfac: {'the model' if stages is None else 'a stage of the model'} has no layer with factors (linear, "
+                "convolution, embedding) whose parameters are trained and not excluded; use another --optim.name"
             )
-        cuts = [[_cut_of(use, layer, self._named, table) for use in layer.uses] for layer in self._layers]
+        found = [*self._layers, *(layer for layer in found if layer.weight not in self._named)]
+        cuts = [[_cut_of(use, layer, known, table) for use in layer.uses] for layer in found]
         cut = any(isinstance(c, Cut) and c.copies > 1 for of_layer in cuts for c in of_layer)
         if cut and options["sharing"] == "reduce":
             raise UserError("kfac: sharing=reduce with tensor parallelism: ranks hold parts of a row; use expand")
-        self._observer = Observer(self._layers, cuts, options["sharing"])
+        self._observer = Observer(found, cuts, options["sharing"])
         factored = {name for layer in self._layers for name in (layer.weight, layer.bias) if name is not None}
         (group,) = self.param_groups
         rest = [p for n, p in self._named.items() if n not in factored]
@@ -140,8 +151,10 @@ class KFAC(ShardedOptimizer):
     @contextmanager
     def recording(
         self, items: float, *, rows: int | None = None, factor: float | None = None, length: int | None = None
-    ) -> Iterator[None]:
-        """Surround a forward whose backward is a step's own: the empirical Fisher information.
+    ) -> Iterator[list[Tensor]]:
+        """Surround a forward whose backward is somebody else's: a step's own, for the empirical Fisher information.
+
+        Yields the outputs of its layers, to which gradients must come.
 
         items   that the loss is a mean over
         rows    of the batch; None: those of each layer's input
@@ -150,8 +163,8 @@ class KFAC(ShardedOptimizer):
         """
         if not isinstance(self._observer, Observer):
             raise UserError("kfac: no model is watched; give KFAC the model, or call its watch")
-        with self._observer.recording(items, rows, items if factor is None else factor, length):
-            yield
+        with self._observer.recording(items, rows, items if factor is None else factor, length) as outputs:
+            yield outputs
 
     def observe(
         self, loss: Callable[[], Tensor | Sequence[Tensor]], items: float, *, rows: int | None = None,
@@ -284,14 +297,17 @@ class KFAC(ShardedOptimizer):
         message = observer.message(device, dtype)
         if pool.num_ranks > 1:
             dist.all_reduce(message, group=pool.group)
-        items, sizes, start = message[-1].clamp(min=1), iter(observer.sizes()), 0
+        items, sizes = message[-1].clamp(min=1), iter(observer.sizes())
+        of_uses = [[next(sizes) for _ in layer.uses] for layer in observer.layers]
+        of_layers = message[:-1].split([sum(map(sum, of_layer)) for of_layer in of_uses])
+        if self._stages is not None:
+            for layer, sums in sorted(zip(observer.layers, of_layers), key=lambda pair: pair[0].weight):
+                self._stages.add(layer.weight, sums)
         fine = []
-        for layer in self._layers:
+        for layer, sums, of_layer in zip(self._layers, of_layers, of_uses):
             pairs, squares, was_seen = [], None, False
-            for use in layer.uses:
-                size = next(sizes)
-                inputs, cases, gradients, own_squares = message[start : start + sum(size)].split(size)
-                start += sum(size)
+            for use, of_use, size in zip(layer.uses, sums.split(list(map(sum, of_layer))), of_layer):
+                inputs, cases, gradients, own_squares = of_use.split(size)
                 was_seen |= bool(cases)
                 pair = inputs / cases.clamp(min=1), gradients / items
                 pairs.append(pair if use.inputs_first else pair[::-1])
@@ -299,7 +315,10 @@ class KFAC(ShardedOptimizer):
             if was_seen:
                 fine.append(self._average(layer, pairs, squares))
         observer.clear()
-        self.fallbacks += len(fine) - sum(fine)
+        if self._stages is None:
+            self.fallbacks += len(fine) - sum(fine)
+        elif pool.rank == 0:
+            self._stage_fallbacks = len(fine) - sum(fine)  # the last message adds up those of all stages
 
     def _average(self, layer: Layer, pairs: list[tuple[Tensor, Tensor]], squares: Tensor | None) -> bool:
         """Running means of one layer's factors, at its home.  Returns whether they were finite, alike on all ranks."""
@@ -417,16 +436,20 @@ class KFAC(ShardedOptimizer):
         """The sums of V . P and of failures over all homes; EKFAC's bases go along.  Returns nu."""
         rescaled = [(i, layer) for i, layer in enumerate(self._layers) if inverts and self._is_rescaled(layer)]
         states = [self.state[self._named[layer.weight]] for _, layer in rescaled]
-        sent = options["kl_clip"] is not None or rescaled
-        if pool.num_ranks > 1 and sent:
+        device, dtype = pool.device, wide_dtype(next(iter(self._named.values())).dtype)
+        first, start = torch.tensor(sums, dtype=dtype, device=device), 2
+        if self._stages is not None:
+            first[1] += self._stage_fallbacks
+            self._stage_fallbacks = 0
+            dist.all_reduce(first)
+            sums, first, start = first.tolist(), first[:0], 0
+        if pool.num_ranks > 1 and (rescaled or (options["kl_clip"] is not None and self._stages is None)):
             keys = ("row_basis", "column_basis")
-            device, dtype = pool.device, wide_dtype(next(iter(self._named.values())).dtype)
             mine = [pool.home_of(self._named[layer.weight]) == pool.rank for _, layer in rescaled]
             parts = [s[key].flatten() * own for s, own in zip(states, mine) for key in keys]
-            first = torch.tensor(sums, dtype=dtype, device=device)
             message = torch.cat([first, *(part.to(device) for part in parts)])
             dist.all_reduce(message, group=pool.group)
-            sums, start = message[:2].tolist(), 2
+            sums = message[:start].tolist() or sums
             for state in states:
                 for key in keys:
                     state[key].copy_(message[start : start + state[key].numel()].view(state[key].shape))

@@ -11,6 +11,7 @@ What ranks hold alike counts once. A sequence, or a batch, that the ranks do not
 are not counted; no gradient comes to them.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +28,19 @@ from core.optim.sharded import wide_dtype
 
 DEPTH: str = GRID_AXES[0]
 PLANE: tuple[str, ...] = GRID_AXES[1:]
+
+
+@dataclass(frozen=True)
+class OtherStages:
+    """What the other stages of a pipeline have to do with a rank's layers.
+
+    copies  name -> parameter of this rank that another one updates: each sees uses of its own
+    add     (name, sums) -> None: on the rank that updates a parameter what ranks with copies have seen is added, in
+            place; of a parameter that no other stage has nothing happens
+    """
+
+    copies: Mapping[str, Tensor]
+    add: Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)

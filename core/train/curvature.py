@@ -13,8 +13,11 @@ from core.config import UserError
 from core.mesh import GRID_AXES, axis_size, pipeline_ranks
 from core.optim.hessian_free import Found, HessianFree
 from core.optim.kfac import KFAC
-from core.optim.prediction import Drawing, Predict, drawn_targets, exact_fisher, mean_loss
+from core.optim.kfac_cut import OtherStages
+from core.optim.prediction import Drawing, Predict, Prediction, drawn_targets, exact_fisher, mean_loss
 from core.parallel.parallel_model import ParallelModel
+from core.parallel.pipeline.run import Pipeline
+from core.parallel.pipeline.schedule import SCHEDULES
 from core.train.config import TrainConfig
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -43,7 +46,10 @@ class Curvature:
     ):
         _refuse(parallel, optimizer, predict, config)
         self.parallel, self.optimizer, self.predict, self.config = parallel, optimizer, predict, config
-        optimizer.watch(parallel.model, parallel.table)
+        if isinstance(optimizer, KFAC) and isinstance(parallel, Pipeline):
+            optimizer.watch(parallel.model, parallel.table, OtherStages(parallel.copies, parallel.add_on_owner))
+        else:
+            optimizer.watch(parallel.model, parallel.table)
 
     @property
     def solves(self) -> bool:
@@ -58,22 +64,57 @@ class Curvature:
         if not optimizer.due or optimizer.defaults["fisher"] == "empirical":
             return
         with _buffers_kept(self.parallel.model):
+            if isinstance(self.parallel, Pipeline):
+                self._look_at_stages(
+                    self.parallel, list(zip(microbatches, weights.tolist(), strict=True)), loss, step, scale
+                )
+                return
             for microbatch, items in zip(microbatches, weights.tolist(), strict=True):
                 drawn = partial(self._drawn, microbatch, loss, step)
                 optimizer.observe(drawn, items, rows=microbatch.rows, scale=scale, length=microbatch.length)
 
+    def _look_at_stages(
+        self, pipeline: Pipeline, weighted: Sequence[tuple[Microbatch, float]], loss: Loss, step: int, scale: float
+    ) -> None:
+        optimizer = self.optimizer
+        assert isinstance(optimizer, KFAC)
+
+        def drawn(each: tuple[Microbatch, float], outputs: list[Tensor]) -> Tensor:
+            microbatch, items = each
+            options = {"rows": microbatch.rows, "factor": items / scale, "length": microbatch.length}
+            part, stages = microbatch.part, pipeline.stages
+            if stages.current == stages.num_stages - 1:
+                part = self._part_drawn(microbatch, step)
+                stages.start_again()
+            with optimizer.recording(items * self._counts, **options) as seen:
+                try:
+                    with self._at(microbatch, step):
+                        return loss(pipeline.model, part)
+                finally:
+                    outputs += seen
+
+        pipeline.look(weighted, drawn, scale)
+
     def _drawn(self, microbatch: Microbatch, loss: Loss, step: int) -> Tensor | list[Tensor]:
         """The loss of targets that the model draws, or all of them as `exact_fisher` has them."""
-        model, part, exact = self.parallel.model, microbatch.part, self.optimizer.defaults["fisher"] == "exact"
-        assert self.predict is not None
-        with torch.set_grad_enabled(exact), self._at(microbatch, step):
-            prediction = self.predict(model, part)
-        given = part[prediction.targets]
-        if exact:
-            return exact_fisher(prediction, given)
-        targets = drawn_targets(prediction, given, Drawing(self.config.seed, step, microbatch.first_row))
+        if self.optimizer.defaults["fisher"] == "exact":
+            prediction = self._prediction(microbatch, step)
+            return exact_fisher(prediction, microbatch.part[prediction.targets])
+        part = self._part_drawn(microbatch, step)
         with self._at(microbatch, step):
-            return loss(model, part | {prediction.targets: targets})
+            return loss(self.parallel.model, part)
+
+    @torch.no_grad()
+    def _part_drawn(self, microbatch: Microbatch, step: int) -> dict[str, Tensor]:
+        """The microbatch with targets that the model draws."""
+        prediction, part = self._prediction(microbatch, step), microbatch.part
+        drawing = Drawing(self.config.seed, step, microbatch.first_row)
+        return part | {prediction.targets: drawn_targets(prediction, part[prediction.targets], drawing)}
+
+    def _prediction(self, microbatch: Microbatch, step: int) -> Prediction:
+        assert self.predict is not None
+        with self._at(microbatch, step):
+            return self.predict(self.parallel.model, microbatch.part)
 
     @contextmanager
     def watching(self, microbatch: Microbatch, items: Tensor, whole: Tensor, scale: float) -> Iterator[None]:
@@ -83,9 +124,14 @@ class Curvature:
             yield
             return
         with optimizer.recording(
-            float(items), rows=microbatch.rows, factor=float(whole) / scale, length=microbatch.length
+            float(items) * self._counts, rows=microbatch.rows, factor=float(whole) / scale, length=microbatch.length
         ):
             yield
+
+    @property
+    def _counts(self) -> bool:
+        """Whether a forward's items count: those of a microbatch that goes through several stages here count once."""
+        return not isinstance(self.parallel, Pipeline) or self.parallel.stages.current == self.parallel.stages.own[0]
 
     def minimise(self, microbatches: Sequence[Microbatch], step: int) -> Found:
         """A step of Hessian-free; the parameters of the next forward are up to whoever publishes them."""
@@ -138,16 +184,26 @@ def _refuse(
     refused = [
         (config.gemini.budget is not None, "gemini.budget", "Gemini's plan of a step has no more passes over the model",
          "leave --gemini.budget out"),
-        (pipeline_ranks(mesh) > 1, "mesh.pp", "its passes over the model go through no stages", "use --mesh.pp 1"),
         (config.compile, "compile", "hooks and second derivatives do not see into compiled blocks", "use no compile"),
         (context > 1 and fisher != "empirical", "mesh.cp", "a rank's targets are drawn of whole rows",
          "use --mesh.cp 1" + (", or --optim.fisher empirical" if is_kfac else "")),
         (config.recompute.segmented, "recompute.mode", "a block's layers are not seen in one forward",
          "use --recompute.mode none or full"),
     ]  # fmt: skip
+    if is_kfac and pipeline_ranks(mesh) > 1:
+        schedule = config.pipeline.schedule
+        spec, option = SCHEDULES[schedule], f"pipeline.schedule={schedule}"
+        instead = "use --pipeline.schedule 1f1b, gpipe or interleaved"
+        refused += [
+            (spec.splits_backward, option, "gradients of a layer's outputs come in both parts of a backward", instead),
+            (spec.runs_ahead, option, "a look at the model is of one step, and its steps overlap", instead),
+            (fisher == "exact", "mesh.pp", "a backward for each output goes through no stages",
+             "use --mesh.pp 1, or --optim.fisher sampled or empirical"),
+        ]  # fmt: skip
     if not is_kfac:
         why = "products by two backwards do not pass the messages and hooks of"
         refused += [
+            (pipeline_ranks(mesh) > 1, "mesh.pp", "its passes over the model go through no stages", "use --mesh.pp 1"),
             (config.zero == 3, "zero=3", f"{why} FSDP2", "use --zero 0, 1 or 2"),
             (bool(grid), "mesh.tp_mode", f"{why} a grid's layers", "use --mesh.tp-mode 1d"),
             (config.recompute.mode != "none", "recompute.mode", f"{why} its blocks", "use --recompute.mode none"),

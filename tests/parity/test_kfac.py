@@ -19,9 +19,11 @@ from core.mesh import MeshConfig, data_axis
 from core.optim import KFAC as KFACOptimizer
 from core.optim import OptimConfig
 from core.optim.kfac_cut import GridCut
+from core.parallel.pipeline.schedule import PipelineConfig
 from core.train import TrainConfig
 from core.train.curvature import curvature_of
 from tests.parity.test_experts import SWITCH
+from tests.parity.test_pipeline import FULL, deep, staged
 from tests.parity.test_tensor_grid import CUBE, DEEP, RAGGED, ROTARY, SQUARE, TESSERACT, UNEVEN, WIDE
 from tests.parity.test_train import GPT2, LLAMA, parallel
 from tests.support import small
@@ -132,6 +134,48 @@ def test_ten_steps_of_kfac_of_the_decoder(ranks, name: str) -> None:
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
+EMPIRICAL = (("fisher", "empirical"),)
+STAGES = {
+    "1f1b tied": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b"), batch=11, options=EMPIRICAL)),
+    "interleaved zero 1": (
+        4, TrainingCase(deep(LLAMA, 4), MeshConfig(pp=2), staged("interleaved", 1), options=(*EKFAC, *EMPIRICAL))
+    ),
+    "sampled": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b"), batch=11)),
+}  # fmt: skip
+MORE_STAGES = {
+    "sampled interleaved": (
+        4,
+        TrainingCase(deep(GPT2, 4), MeshConfig(pp=2), staged("interleaved", 2), options=(*EKFAC, ("factor_every", 2))),
+    ),
+    "sampled zero 3": (4, TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2), staged("1f1b", 3))),
+    "sampled tp": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("gpipe"))),
+    "sampled recomputed": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", recompute=FULL))),
+    "sampled experts": (2, TrainingCase(deep(SWITCH), MeshConfig(pp=2), staged("1f1b", 1), options=WITHOUT_EXPERTS)),
+    "gpipe": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("gpipe", 2), options=(*EKFAC, *EMPIRICAL))),
+    "tied over two": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", 1), options=EMPIRICAL)),
+    "four": (4, TrainingCase(deep(GPT2, 5), MeshConfig(pp=4), staged("1f1b"), options=(*EMPIRICAL, *LONG))),
+    "tp": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("1f1b"), options=EMPIRICAL)),
+    "zero 3": (4, TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2), staged("1f1b", 3), options=EMPIRICAL)),
+    "recomputed": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", recompute=FULL), options=EMPIRICAL)),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_kfac_of_stages_is_that_of_one_rank(ranks, name: str) -> None:
+    """Each observes its own layers; what the last sees of a tied head counts at the first."""
+    num_ranks, case = STAGES[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=3))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*STAGES, *MORE_STAGES])
+def test_ten_steps_of_kfac_of_stages(ranks, name: str) -> None:
+    num_ranks, case = (STAGES | MORE_STAGES)[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=10))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
 def test_sampled_targets_are_not_the_true_ones(ranks) -> None:
     case = Case(steps=3)
     sampled, empirical = (
@@ -210,7 +254,9 @@ def refusals() -> dict[str, str]:
     found = {}
     for name, optim, options, predict in (
         ("no predict", "kfac", {}, None),
-        ("kfac stages", "kfac", {"mesh": MeshConfig(pp=2)}, predicted),
+        ("kfac stages", "kfac exact", {"mesh": MeshConfig(pp=2)}, predicted),
+        ("kfac parts", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("zb-h1")}, predicted),
+        ("kfac ahead", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("2bw")}, predicted),
         ("kfac gemini", "kfac", {"gemini": GeminiConfig("1MB")}, predicted),
         ("no closure", "hessian_free", {}, None),
         ("hf zero 3", "hessian_free", {"zero": 3}, predicted),
@@ -218,7 +264,8 @@ def refusals() -> dict[str, str]:
         ("hf gemini", "hessian_free", {"gemini": GeminiConfig("1MB")}, predicted),
         ("hf bf16", "hessian_free", {"precision": "bf16"}, predicted),
     ):
-        config = config_of(Path("unused"), optim=OptimConfig(optim), **options)
+        given = {"fisher": "exact"} if optim == "kfac exact" else {}
+        config = config_of(Path("unused"), optim=OptimConfig(optim.partition(" ")[0], **given), **options)
         state = small.build(config)
         try:
             curvature_of(state.parallel, state.optimizer, predict, config)
@@ -243,6 +290,8 @@ def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
         assert {name: text.partition(":")[0] for name, text in found.items()} == {
             "no predict": "optim.name=kfac",
             "kfac stages": "optim.name=kfac with mesh.pp",
+            "kfac parts": "optim.name=kfac with pipeline.schedule=zb-h1",
+            "kfac ahead": "optim.name=kfac with pipeline.schedule=2bw",
             "kfac gemini": "optim.name=kfac with gemini.budget",
             "no closure": "optim.name=hessian_free",
             "hf zero 3": "optim.name=hessian_free with zero=3",

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,17 +138,18 @@ class Pipeline(ParallelModel):
         return schedule(self.config.schedule, self.axis.size(), num_microbatches, self.config.chunks)
 
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
-        of = self.schedule(len(microbatches))
-        step = PipelineStep(self, of, microbatches, loss, scale)
+        step = PipelineStep(self, self.schedule(len(microbatches)), microbatches, loss, scale)
         with self.inner.foreseen():
-            for what in with_messages(of)[self.rank]:
-                if isinstance(what, Action):
-                    step.compute(what)
-                else:
-                    step.exchange(what)
-        step.finish()
+            step.run_all()
         dist.all_reduce(step.total, group=self.group)
         return step.total
+
+    def look(self, microbatches: Sequence[Any], loss: Callable[[Any, list[Tensor]], Tensor], scale: float) -> None:
+        """Forward and backward of each microbatch that leave no gradient in any parameter, for who hooks modules.
+
+        loss  also given a list, to which it adds the tensors that gradients are to come to
+        """
+        _Look(self, self.schedule(len(microbatches)), microbatches, loss, scale).run_all()
 
     # --- without other ranks -----------------------------------------------------------------------------------------
 
@@ -198,6 +200,20 @@ class Pipeline(ParallelModel):
             other = torch.empty(gradient.shape, dtype=gradient.dtype, device=device)
             dist.recv(other, self.ranks[copy], self.group)
             gradient += other.to(gradient.device)
+
+    @property
+    def copies(self) -> dict[str, Tensor]:
+        """name -> what this rank has of the parameters of several stages whose masters other ranks have."""
+        return {name: copy for name, copy in self.inner.masters.items() if name not in self.masters}
+
+    def add_on_owner(self, name: str, x: Tensor) -> None:
+        """Add to the owner's x, in place, those of the ranks that have copies of this parameter, where there are any.
+
+        Called on all of them, in the same order of names.
+        """
+        if name in self.stages.shared:
+            owner, *copies = self.stages.shared[name]
+            self._sum_on_owner(x, owner, copies)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         if self.stages.shared:  # values of copies are new only after `publish`
@@ -337,6 +353,14 @@ class PipelineStep:
     def signatures_of(microbatches: Sequence[Any]) -> list[Any]:
         """The shapes of each one's tensors."""
         return [tuple(tuple(t.shape) for t in tree_leaves(m) if isinstance(t, Tensor)) for m in microbatches]
+
+    def run_all(self) -> None:
+        for what in with_messages(self.of)[self.pipeline.rank]:
+            if isinstance(what, Action):
+                self.compute(what)
+            else:
+                self.exchange(what)
+        self.finish()
 
     def compute(self, action: Action) -> None:
         self._receive(action)
@@ -515,6 +539,38 @@ class PipelineStep:
         self._wait_for_sends(0)
         left = [*self.held, *self.passed, *self.coming]
         assert not left, f"a step of the pipeline has left {left} behind"
+
+
+class _Look(PipelineStep):
+    """A step whose backwards end at activations."""
+
+    def __init__(
+        self, pipeline: Pipeline, of: Schedule, microbatches: Sequence[Any],
+        loss: Callable[[Any, list[Tensor]], Tensor], scale: float,
+    ):  # fmt: skip
+        self.wanted: dict[tuple[int, int], list[Tensor]] = {}
+        self.of_wanted = loss
+        super().__init__(pipeline, of, microbatches, lambda _: torch.empty(()), scale)
+
+    def _forward(self, action: Action) -> _Held:
+        wanted = self.wanted[action.stage, action.microbatch] = []
+        self.loss = partial(self._loss_of, wanted)
+        return super()._forward(action)
+
+    def _loss_of(self, wanted: list[Tensor], microbatch: Any) -> Tensor:
+        return self.of_wanted(microbatch, wanted)
+
+    def _backward(self, action: Action, held: _Held) -> None:
+        gradient, wanted = self._gradient(action, held), self.wanted.pop((action.stage, action.microbatch))
+        if action.stage:
+            assert held.entrance is not None
+            wanted.append(held.entrance)
+        found: Sequence[Tensor | None] = [None]
+        if wanted and (isinstance(held.output, GradientEdge) or held.output.requires_grad):
+            found = torch.autograd.grad(held.output, wanted, gradient, allow_unused=True)
+        if action.stage:
+            entrance = wanted[-1]
+            self._pass_gradient(action, held, torch.zeros_like(entrance) if found[-1] is None else found[-1])
 
 
 def _added(carried: Carried | None, device: torch.device) -> Parcel:

@@ -258,6 +258,10 @@ class Stages:
         """The sum that the computing stage's blocks added to, once its forward is over."""
         return self._given.carried
 
+    def start_again(self) -> None:
+        """Have the computing stage's next forward begin as this one did, from the same that was received."""
+        self._given.carried = None
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.current is None:
             assert self.evaluate is not None
