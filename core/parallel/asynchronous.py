@@ -191,6 +191,8 @@ class Workers(DataParallel):
         step  that the first push will be of
         """
         self._optimizer = optimizer
+        for group in optimizer.param_groups:  # another's push may set a rate before this worker asks for its own
+            group.setdefault("initial_lr", group["lr"])
         self._begin(step)
         dist.barrier()
         yield
