@@ -170,7 +170,7 @@ class Workers(DataParallel):
         """Do nothing: a push is of this worker alone."""
 
     def release(self) -> None:
-        super().release()
+        """Drop this worker's gradients; those of masters come and go with each update, at any time."""
         self.grads.clear()
 
     @torch.no_grad()
@@ -543,6 +543,8 @@ class Hogwild(Workers):
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate / self.num_workers
             self._optimizer.step()
+            for master in self.masters.values():
+                master.grad = None
         if stop_at < int(self._numbers[-1]):
             self._numbers[-1] = stop_at
         self._numbers[self.worker] = step + 1

@@ -147,6 +147,8 @@ class TrainConfig(ParallelConfig):
                 )
         if self.noise_scale:
             raise UserError(f"{given} with noise_scale: no rank has the gradient of the whole batch; leave one out")
+        if optim.plan and self.local.asynchronous == "parameter_server":
+            raise UserError(f"{given} with optim.plan: no rank has all parameters to tell of; leave --optim.plan out")
         if optim.name not in OF_ONE_RANK:
             raise UserError(
                 f"{given} with optim.name={optim.name}: an owner updates single parameters, by itself; "

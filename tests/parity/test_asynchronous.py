@@ -234,6 +234,19 @@ def mean_loss(at: dict[str, Tensor]) -> float:
     return sum(float(loss(model, Rows().batch(step, 0, 1))) for step in range(20)) / 20
 
 
+def released(given: TrainConfig) -> bool:
+    """Whether an update that is under way keeps its gradients when the worker drops its own."""
+    parallel = build(given).parallel
+    for master in parallel.masters.values():
+        master.grad = torch.ones_like(master)
+    parallel.release()
+    return all(master.grad is not None for master in parallel.masters.values())
+
+
+def test_a_worker_leaves_the_owner_its_gradients(ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(released, config(tmp_path, served(1))) == [True]
+
+
 def test_owners_have_about_as_much() -> None:
     owned = dealt_out({"a": 9, "b": 5, "c": 4, "d": 3, "e": 3}, 3)
     assert [sum({"a": 9, "b": 5, "c": 4, "d": 3, "e": 3}[n] for n in names) for names in owned] == [9, 8, 7]
@@ -249,6 +262,7 @@ def test_owners_have_about_as_much() -> None:
         ({"precision": "fp16"}, "precision=fp16"),
         ({"noise_scale": True}, "noise_scale"),
         ({"optim": OptimConfig("muon")}, "optim.name=muon"),
+        ({"optim": replace(ADAMW, plan=True)}, "optim.plan"),
         ({"local": LocalConfig("hogwild")}, "optim.name=adamw"),
     ],
 )
