@@ -26,6 +26,7 @@ from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
 from core.mesh import EXPERT_AXIS, Zero, axis_size, context_mode, pipeline_ranks, sub_mesh, tensor_names
+from core.parallel.asynchronous import LocalConfig, asynchronous_replicas
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
@@ -58,6 +59,8 @@ class ParallelConfig:
     """how a step goes through the stages of --mesh.pp ranks"""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
     """train in a given amount of device memory: model data that does not fit lives on the host"""
+    local: LocalConfig = field(default_factory=LocalConfig)
+    """data parallelism whose ranks do not wait for one another"""
 
     def __post_init__(self) -> None:
         if self.reduce_each and self.zero < 2:
@@ -69,6 +72,31 @@ class ParallelConfig:
             )
         if self.recompute.segmented:
             self._check_segmented()
+        if self.local.asynchronous is not None:
+            self._check_local()
+
+    def _check_local(self) -> None:
+        """Raises UserError for what workers that do not wait for one another cannot do."""
+        for there, given, why, instead in (
+            (self.zero > 0, f"zero={self.zero}", "its shards meet in every step", "--zero 0"),
+            (
+                self.gemini.budget is not None,
+                f"gemini.budget={self.gemini.budget}",
+                "gradients are moved and reduced chunk by chunk, by all ranks together",
+                "no budget",
+            ),
+            (self.precision == "fp16", "precision=fp16", "all ranks agree on its loss scale", "--precision bf16"),
+            (
+                self.precision == "bf16" and self.local.asynchronous == "hogwild",
+                "precision=bf16",
+                "masters are the parameters themselves",
+                "--precision fp32",
+            ),
+        ):
+            if there:
+                raise UserError(
+                    f"local.async={self.local.asynchronous} with {given}: {why}; use {instead}, or no --local.async"
+                )
 
     def _check_segmented(self) -> None:
         """Raises UserError for what does not have the parameters of all blocks at hand in the backward of one."""
@@ -281,6 +309,8 @@ def _spread(
     materialise: Callable[[nn.Module], None],
 ) -> DataParallel:
     """Do what comes last: shard the model over the data axes, give it memory and values."""
+    if config.local.asynchronous is not None:
+        return asynchronous_replicas(model, mesh, config.local, config.precision, materialise, table)
     if config.gemini.budget is None:
         return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each, table=table)
     return GeminiReplicas(model, mesh, config.zero, config.precision, materialise, config.gemini, table=table)

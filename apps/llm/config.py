@@ -84,7 +84,7 @@ class FinetuneConfig(PretrainConfig):
     """Go on training a model that exists: a Hugging Face folder, or a run folder of `megalith llm pretrain`."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = ("source", "data.pairs", *PretrainConfig.ESSENTIAL)
-    CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
+    CALLED: ClassVar[Mapping[str, str]] = {**PretrainConfig.CALLED, "source": "model"}
 
     source: Path = Path()
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""

@@ -27,7 +27,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
         *("gemini.budget", "nproc"),
     )
 
-    CALLED: ClassVar[Mapping[str, str]] = {"source": "model"}
+    CALLED: ClassVar[Mapping[str, str]] = {**PretrainConfig.CALLED, "source": "model"}
     RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "source": "model"}
 
     source: Path | None = None
@@ -115,6 +115,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
     def unread(self) -> dict[str, str]:
         found = super().unread()
+        found["local.asynchronous"] = "in a plan, which is of steps that all ranks take together; leave it out"
         if self.gpus is not None:
             return found | dict.fromkeys(NOT_SEARCHED, "with --gpus, where it is sought or not asked; leave it out")
         found |= dict.fromkeys(("json", "tokens", "price", "power", "carbon", "draw"), "without a search; give --gpus")

@@ -12,8 +12,9 @@ A step is
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,30 @@ class RunsAhead(Protocol):
         ...
 
 
+class Told(NamedTuple):
+    """What a worker learns from its push.
+
+    stop_at    steps after which all workers stop
+    staleness  the slowest worker's steps that are not in the values that the next step begins with
+    wait_s     seconds that the push and the wait for these values took
+    """
+
+    stop_at: int
+    staleness: int
+    wait_s: float
+
+
+class RunsAsynchronously(Protocol):
+    """A model whose ranks do not wait for one another: `push` takes the place of `reduce` and `update`, and `publish`
+    is where they meet (`core.parallel.asynchronous.Workers`)."""
+
+    def running(self, optimizer: torch.optim.Optimizer, step: int) -> AbstractContextManager[None]: ...
+
+    def clip(self, most: float | None) -> float: ...
+
+    def push(self, step: int, weight: float, rates: Sequence[float], stop: bool) -> Told: ...
+
+
 class ParallelModel(ABC):
     """A model and its masters on this rank.
 
@@ -105,6 +130,11 @@ class ParallelModel(ABC):
     @property
     def ahead(self) -> "RunsAhead | None":
         """This, where a step begins before the one before it ends: then `run_ahead` takes the place of `run`."""
+        return None
+
+    @property
+    def asynchronous(self) -> RunsAsynchronously | None:
+        """This, where each rank's step is its own."""
         return None
 
     @property

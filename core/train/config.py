@@ -1,5 +1,6 @@
 """The configuration of a training run, which every app's own adds to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
@@ -9,9 +10,13 @@ from core.compose import ParallelConfig
 from core.config import UserError, require_device
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
+from core.optim.sgd import SgdConfig
 from core.parallel.correction import CORRECTIONS
 from core.parallel.pipeline.schedule import SCHEDULES
 from core.precision import LossScaleConfig, MatmulPrecision
+
+OF_ONE_RANK = ("adagrad", "adam", "adamw", "rmsprop", "sgd")
+"""Optimizers that are torch's own: their update of a parameter asks no other rank."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class TrainConfig(ParallelConfig):
         *("optim.schedule.warmup_steps", "checkpoint.every", "evaluate_every", "compile", "recompute.mode"),
         *("zero", "mesh.tp", "mesh.pp", "mesh.cp", "gemini.budget"),
     )
+
+    CALLED: ClassVar[Mapping[str, str]] = {"local.asynchronous": "local.async"}  # a word of Python's
 
     CHOOSES_SEGMENTS: ClassVar[bool] = False
     """Whether its command finds what recompute.mode budget computes again."""
@@ -84,6 +91,8 @@ class TrainConfig(ParallelConfig):
             raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")
         if self.noise_scale:
             self._check_noise_scale()
+        if self.local.asynchronous is not None:
+            self._check_asynchronous()
         self.check_pipeline(self.mesh.pp)
         self._check_correction()
         if self.microbatch is not None and self.pipeline.microbatches is not None:
@@ -125,6 +134,30 @@ class TrainConfig(ParallelConfig):
             raise UserError(
                 f"{given}, whose {option} {'is' if option == 'momentum' else 'begin with'} {first:g}: the correction "
                 f"brings the momentum itself; give --optim.{option} {without}"
+            )
+
+    def _check_asynchronous(self) -> None:
+        """Raises UserError where not every rank is a worker, and for optimizers whose update is not one rank's."""
+        mesh, optim, given = self.mesh, self.optim, f"local.async={self.local.asynchronous}"
+        for axis in ("tp", "cp", "pp", "ep"):
+            if getattr(mesh, axis) > 1:
+                raise UserError(
+                    f"{given} with mesh.{axis}={getattr(mesh, axis)}: those ranks wait for one another in every step; "
+                    f"use --mesh.{axis} 1, or no --local.async"
+                )
+        if self.noise_scale:
+            raise UserError(f"{given} with noise_scale: no rank has the gradient of the whole batch; leave one out")
+        if optim.plan and self.local.asynchronous == "parameter_server":
+            raise UserError(f"{given} with optim.plan: no rank has all parameters to tell of; leave --optim.plan out")
+        if optim.name not in OF_ONE_RANK:
+            raise UserError(
+                f"{given} with optim.name={optim.name}: an owner updates single parameters, by itself; "
+                f"use {', '.join(OF_ONE_RANK)}"
+            )
+        if self.local.asynchronous == "hogwild" and not (isinstance(optim, SgdConfig) and optim.momentum == 0):
+            raise UserError(
+                f"{given} with optim.name={optim.name}: its updates have no state that workers would share; use "
+                "--optim.name sgd --optim.momentum 0, or --local.async parameter_server"
             )
 
     def _check_noise_scale(self) -> None:

@@ -33,7 +33,7 @@ from core.config import UserError
 from core.data import Batches, Prefetch
 from core.mesh import data_axis, gradient_axis
 from core.metrics import Progress
-from core.nn.moe import load_figures
+from core.nn.moe import MoE, load_figures
 from core.optim.average import WeightAverage
 from core.optim.build import groups_in_words
 from core.optim.clip import gradient_norm, scale_gradients
@@ -41,6 +41,7 @@ from core.optim.hessian_free import HessianFree
 from core.optim.kfac import KFAC
 from core.optim.prediction import Predict
 from core.optim.schedule import batch_factor, learning_rate
+from core.optim.sharded import ShardedOptimizer
 from core.parallel.parallel_model import ParallelModel, Sample, Work
 from core.precision import LossScale, compute_dtype, set_matmul_precision
 from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
@@ -103,6 +104,7 @@ def fit(
     noise = _noise_scale(parallel, optimizer, config)
     state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen, noise)
     state.curvature = curvature_of(parallel, optimizer, predict, config)
+    _check_asynchronous(parallel, optimizer, average)
     axis = data_axis(parallel.mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
@@ -118,6 +120,8 @@ def fit(
         if first is not None and first >= last and config.resume == "auto":
             return nothing_to_do(config, runtime, first, last)
         log = stack.enter_context(run_log(config, runtime, first))
+        if parallel.asynchronous is not None:
+            stack.enter_context(parallel.asynchronous.running(optimizer, first or 0))
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
             progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
@@ -146,6 +150,8 @@ def fit(
                     coming.append(next(source))
                 row = train_step(state, batch, loss, weight, config, step, lambda: stop.requested, coming)
             step += 1
+            if parallel.asynchronous is not None and (state.stopping or pauses_behind(step)):
+                parallel.publish()
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
             if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
                 row |= _evaluated(parallel, evaluate)
@@ -195,6 +201,26 @@ def _noise_scale(parallel: ParallelModel, optimizer: torch.optim.Optimizer, conf
     return NoiseScale(parallel, config.noise_scale_steps)
 
 
+def _check_asynchronous(
+    parallel: ParallelModel, optimizer: torch.optim.Optimizer, average: WeightAverage | None
+) -> None:
+    """Raises UserError for what workers that do not wait for one another cannot do."""
+    if parallel.asynchronous is None:
+        return
+    if average is not None:
+        raise UserError(
+            "local.async with an average of the weights: no rank has all of them after a step; leave one out"
+        )
+    if isinstance(optimizer, ShardedOptimizer):
+        raise UserError(
+            f"local.async with {type(optimizer).__name__}, whose step may ask other ranks; use one of torch's"
+        )
+    if any(isinstance(module, MoE) for module in parallel.model.modules()):
+        raise UserError(
+            "local.async with experts: all ranks agree on their load in every step; leave --local.async out"
+        )
+
+
 def train_step(
     state: TrainState,
     batch: dict[str, Tensor],
@@ -219,6 +245,8 @@ def train_step(
     """
     parallel, axis = state.parallel, data_axis(state.parallel.mesh)
     rates = _rates(state, batch, config, step)
+    if parallel.asynchronous is not None:
+        return _asynchronous_step(state, batch, loss, weight, config, step, stop_requested)
     ahead, curvature, sizes = parallel.ahead, state.curvature, list[int]()
     if ahead is None:
         scale = state.loss_scale.factor
@@ -267,6 +295,33 @@ def train_step(
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     return figures | {"tokens": num_tokens(batch) * axis.size()}
+
+
+def _asynchronous_step(
+    state: TrainState,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    weight: Callable[[dict[str, Tensor]], Tensor],
+    config: TrainConfig,
+    step: int,
+    stop_requested: Callable[[], bool],
+) -> dict[str, Any]:
+    """A step of this rank alone, which others may be ahead of or behind; its figures are those of its own rows."""
+    parallel, worker = state.parallel, state.parallel.asynchronous
+    assert worker is not None
+    rates = _rates(state, batch, config, step)
+    microbatches, share_of_loss, weights = _work(state, batch, loss, weight, config, step)
+    state.loss = float(parallel.run(microbatches, share_of_loss))
+    norm = worker.clip(config.optim.clip_norm)
+    is_finite = state.loss_scale.update(norm < float("inf"))
+    told = worker.push(step, float(weights.sum()) if is_finite else math.nan, rates, stop_requested())
+    parallel.release()
+    state.stopping = told.stop_at <= step + 1
+    state.require_progress()
+    figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm, "staleness": told.staleness}
+    if state.loss_scale.skipped_steps:
+        figures["skipped_steps"] = state.loss_scale.skipped_steps
+    return figures | {"wait_s": told.wait_s, "tokens": num_tokens(batch) * data_axis(parallel.mesh).size()}
 
 
 def _rates(state: TrainState, batch: dict[str, Tensor], config: TrainConfig, step: int) -> list[float]:
@@ -338,7 +393,7 @@ def _work(
     parts = _microbatches(batch, config, device)
     weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
     whole_weight = weights.sum()
-    if axis.size() > 1:
+    if axis.size() > 1 and parallel.asynchronous is None:
         dist.all_reduce(whole_weight, group=axis.get_group())
 
     def share_of_loss(microbatch: Microbatch) -> Tensor:

@@ -49,7 +49,9 @@ class Meter:
                     self.account = stack.enter_context(MemoryAccount())
                     self.account.add(self.parallel.model.parameters())
                     self.account.add(self.parallel.masters.values())
-                    held = [v for s in state.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+                    held = [
+                        v for s in list(state.optimizer.state.values()) for v in s.values() if isinstance(v, Tensor)
+                    ]
                     self.account.add(held + list(state.average.tensors.values() if state.average else ()))
             yield
 

@@ -1,0 +1,273 @@
+"""Workers that do not wait for one another: the parameter server is its record of arrivals replayed on one rank."""
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.config import UserError
+from core.mesh import MeshConfig
+from core.metrics import read_metrics
+from core.optim.build import OptimConfig, build_optimizer
+from core.optim.schedule import ScheduleConfig, learning_rate
+from core.optim.sgd import SgdConfig
+from core.parallel.asynchronous import LocalConfig, ParameterServer, dealt_out
+from core.runtime import start
+from core.train import TrainConfig, fit
+from tests.support.small import Rows, Small, build, config_of, loss, train
+
+STEPS, TOLERANCE = 7, 1e-10
+SCHEDULE = ScheduleConfig(warmup_steps=2)
+ADAMW = OptimConfig("adamw", lr=1e-2, clip_norm=None, schedule=SCHEDULE)
+SGD = SgdConfig(lr=5e-2, momentum=0.0, clip_norm=0.3, schedule=SCHEDULE)
+MOMENTUM = SgdConfig(lr=1e-2, momentum=0.9, clip_norm=0.3, schedule=SCHEDULE)
+
+Record = list[tuple[str, int, int]]
+
+
+class LateRows(Rows):
+    """Those of rank 0's first step come when the others' pushes have been applied."""
+
+    def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
+        time.sleep(0.1 if step == rank == 0 else 0.0)
+        return super().batch(step, rank, num_ranks)
+
+
+class Found(NamedTuple):
+    """What a rank has: values before and after, its owner's record, who owns what."""
+
+    summary: dict[str, Any]
+    begin: dict[str, Tensor]
+    end: dict[str, Tensor]
+    record: Record
+    owned: list[list[str]]
+
+
+def config(out: Path, local: LocalConfig, optim: Any = ADAMW, **options: Any) -> TrainConfig:
+    return config_of(out, steps=STEPS, optim=optim, local=local, **options)
+
+
+def served(staleness: int) -> LocalConfig:
+    return LocalConfig("parameter_server", staleness)
+
+
+def unevenly(model: nn.Module, batch: dict[str, Tensor], rank: int, draws: random.Random) -> Tensor:
+    """The loss, on ranks that take different and changing times."""
+    time.sleep(draws.choice((0.0, 0.004, 0.012)) * (1 + rank % 2))
+    return loss(model, batch)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def run(given: TrainConfig) -> Found:
+    with start("cpu", given.seed) as runtime:
+        state = build(given, Small())
+        parallel = state.parallel
+        before = values(parallel.model)
+        slow = partial(unevenly, rank=runtime.rank, draws=random.Random(runtime.rank))
+        record: Record = []
+        if isinstance(parallel, ParameterServer):
+            begin = parallel._begin
+
+            def recorded(step: int) -> None:
+                begin(step)
+                parallel.server.record = record
+
+            with patch.object(parallel, "_begin", recorded):
+                summary = fit(parallel, state.optimizer, LateRows(), slow, given, runtime)
+            return Found(summary, before, values(parallel.model), record, parallel.owned)
+        summary = fit(parallel, state.optimizer, Rows(), slow, given, runtime)
+        return Found(summary, before, values(parallel.model), record, [])
+
+
+def gradient(at: dict[str, Tensor], worker: int, step: int, num_workers: int, clip: float | None) -> dict[str, Tensor]:
+    model = Small().double()
+    model.load_state_dict(at, strict=False)
+    loss(model, Rows().batch(step, worker, num_workers)).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = float(torch.cat([grad.flatten() for grad in grads.values()]).norm())
+    factor = 1.0 if clip is None or norm <= clip else clip / norm
+    return {name: grad * factor for name, grad in grads.items()}
+
+
+def replayed(found: list[Found], given: TrainConfig) -> dict[str, Tensor]:
+    """The owners' records on one rank: each owner's updates in its order, gradients at the versions that were read."""
+    num_workers, owned, together = len(found), found[0].owned, given.local.staleness == 0
+    versions = [[{name: found[0].begin[name].clone() for name in names}] for names in owned]
+    read = [{(worker, 0): 0 for worker in range(num_workers)} for _ in owned]
+    masters = [{name: value.clone().requires_grad_() for name, value in of[0].items()} for of in versions]
+    optimizers = [build_optimizer(given.optim, each) for each in masters]
+    coming, grads, arrived = [list(each.record) for each in found], {}, [[] for _ in owned]
+
+    def known(worker: int, step: int) -> dict[str, Tensor] | None:
+        if (worker, step) not in grads:
+            places = [each.get((worker, step)) for each in read]
+            if any(at is None or at >= len(of) for at, of in zip(places, versions, strict=True)):
+                return None
+            at = {name: v for of, place in zip(versions, places, strict=True) for name, v in of[place or 0].items()}
+            grads[worker, step] = gradient(at, worker, step, num_workers, given.optim.clip_norm)
+        return grads[worker, step]
+
+    def update(owner: int, step: int, own: Mapping[str, Any], share: float) -> None:
+        for name, master in masters[owner].items():
+            master.grad = own[name].clone()
+        for group in optimizers[owner].param_groups:
+            group["lr"] = share * learning_rate(step, STEPS, given.optim.lr, given.optim.schedule)
+        optimizers[owner].step()
+        versions[owner].append({name: master.detach().clone() for name, master in masters[owner].items()})
+
+    while any(coming):
+        moved = False
+        for owner, events in enumerate(coming):
+            while events:
+                what, worker, step = events[0]
+                if what == "pull":
+                    read[owner][worker, step] = len(versions[owner]) - 1
+                elif (own := known(worker, step)) is None:
+                    break
+                elif not together:
+                    update(owner, step, own, 1 / num_workers)
+                else:
+                    arrived[owner].append(own)
+                    if len(arrived[owner]) == num_workers:
+                        mean = {n: sum(each[n] for each in arrived[owner]) / num_workers for n in owned[owner]}
+                        update(owner, step, mean, 1.0)
+                        arrived[owner].clear()
+                events.pop(0)
+                moved = True
+        assert moved, "a worker has read what was not there"
+    return {name: value for of in versions for name, value in of[-1].items()}
+
+
+def difference(end: dict[str, Tensor], expected: dict[str, Tensor], begin: dict[str, Tensor]) -> float:
+    return max(float((end[n] - v).norm() / (v - begin[n]).norm().clamp(min=1e-6)) for n, v in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("size", "staleness", "optim"),
+    [(2, 0, MOMENTUM), (2, 2, ADAMW), (3, 1, SGD), (3, 3, ADAMW), (4, 2, MOMENTUM), (1, 2, ADAMW)],
+)
+def test_the_record_replayed(ranks, tmp_path: Path, size: int, staleness: int, optim: Any) -> None:
+    """With any number of owners, also more than balance; 8 rows do not divide over 3 ranks, which then see 6."""
+    given = config(tmp_path, served(staleness), optim)
+    found = ranks(size).run(run, given)
+    expected = replayed(found, given)
+    for each in found:
+        assert len([event for event in each.record if event[0] == "push"]) == size * STEPS
+        assert difference(each.end, expected, each.begin) <= TOLERANCE
+    assert sorted(name for names in found[0].owned for name in names) == sorted(expected)
+
+
+def test_staleness_is_bounded_and_used(ranks, tmp_path: Path) -> None:
+    staleness, size = 2, 3
+    found = ranks(size).run(run, config(tmp_path, served(staleness)))
+    for each in found:
+        clocks, late = [0] * size, 0
+        for what, worker, step in each.record:
+            clocks[worker] += what == "push"
+            if what == "pull":
+                late = max(late, step - min(clocks))
+        assert 0 < late <= staleness
+    assert 0 < found[0].summary["most_staleness"] <= staleness
+    assert {row["staleness"] for row in read_metrics(tmp_path / "metrics.jsonl")} <= {0, 1, 2}
+
+
+def test_without_staleness_it_is_synchronous(ranks, tmp_path: Path) -> None:
+    found = ranks(2).run(run, config(tmp_path / "served", served(0)))
+    plain = ranks(2).run(run, config(tmp_path / "plain", LocalConfig()))[0]
+    for each in found:
+        assert difference(each.end, plain.end, plain.begin) <= TOLERANCE
+    late = ranks(2).run(run, config(tmp_path / "late", served(2)))[0]
+    assert difference(late.end, plain.end, plain.begin) > 1e-4
+
+
+def test_resumed_to_the_bit(ranks, tmp_path: Path) -> None:
+    """Of an order that is the same each time; owners' moments go on, and another number of ranks takes them over."""
+    given = config(tmp_path / "stopped", served(0))
+    ranks(2).run(train, replace(given, stop_after=3), 0.3)
+    resumed = ranks(2).run(run_with_dropout, replace(given, resume="auto"))[0]
+    straight = ranks(2).run(run_with_dropout, replace(given, out=tmp_path / "straight"))[0]
+    for name, value in straight.items():
+        assert torch.equal(resumed[name], value), name
+    late = replace(given, local=served(3), out=tmp_path / "late")
+    ranks(3).run(run, replace(late, stop_after=4))
+    summary = ranks(1).run(run, replace(late, local=LocalConfig(), resume="auto"))[0].summary
+    assert summary["step"] == STEPS
+
+
+def run_with_dropout(given: TrainConfig) -> dict[str, Tensor]:
+    with start("cpu", given.seed) as runtime:
+        state = build(given, Small(0.3))
+        fit(state.parallel, state.optimizer, Rows(), loss, given, runtime)
+        return values(state.parallel.model)
+
+
+def test_hogwild(ranks, tmp_path: Path) -> None:
+    """One worker is exact; several have one memory, and learn."""
+    shared, optim = LocalConfig("hogwild", 2), replace(SGD, weight_decay=0.0, clip_norm=None)
+    one = ranks(1).run(run, config(tmp_path / "one", shared, optim))[0]
+    plain = ranks(1).run(run, config(tmp_path / "plain", LocalConfig(), optim))[0]
+    assert difference(one.end, plain.end, plain.begin) <= TOLERANCE
+    found = ranks(3).run(run, config(tmp_path / "three", shared, optim))
+    for each in found:
+        assert all(torch.equal(each.end[name], value) for name, value in found[0].end.items())
+    assert 0 < found[0].summary["most_staleness"] <= 2
+    before, synchronous, end = (mean_loss(at) for at in (found[0].begin, plain.end, found[0].end))
+    assert synchronous < before
+    assert end - synchronous < 0.4 * (before - synchronous)
+
+
+@torch.no_grad()
+def mean_loss(at: dict[str, Tensor]) -> float:
+    model = Small().double()
+    model.load_state_dict(at, strict=False)
+    return sum(float(loss(model, Rows().batch(step, 0, 1))) for step in range(20)) / 20
+
+
+def released(given: TrainConfig) -> bool:
+    """Whether an update that is under way keeps its gradients when the worker drops its own."""
+    parallel = build(given).parallel
+    for master in parallel.masters.values():
+        master.grad = torch.ones_like(master)
+    parallel.release()
+    return all(master.grad is not None for master in parallel.masters.values())
+
+
+def test_a_worker_leaves_the_owner_its_gradients(ranks, tmp_path: Path) -> None:
+    assert ranks(1).run(released, config(tmp_path, served(1))) == [True]
+
+
+def test_owners_have_about_as_much() -> None:
+    owned = dealt_out({"a": 9, "b": 5, "c": 4, "d": 3, "e": 3}, 3)
+    assert [sum({"a": 9, "b": 5, "c": 4, "d": 3, "e": 3}[n] for n in names) for names in owned] == [9, 8, 7]
+    assert dealt_out({"a": 1}, 2) == [["a"], []]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zero": 1}, "zero=1"),
+        ({"mesh": MeshConfig(tp=2)}, "mesh.tp=2"),
+        ({"mesh": MeshConfig(pp=2)}, "mesh.pp=2"),
+        ({"precision": "fp16"}, "precision=fp16"),
+        ({"noise_scale": True}, "noise_scale"),
+        ({"optim": OptimConfig("muon")}, "optim.name=muon"),
+        ({"optim": replace(ADAMW, plan=True)}, "optim.plan"),
+        ({"local": LocalConfig("hogwild")}, "optim.name=adamw"),
+    ],
+)
+def test_what_it_does_not_go_with(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        config_of(tmp_path, **{"local": served(1), **options})
+    with pytest.raises(UserError, match="staleness=-1"):
+        LocalConfig(staleness=-1)
