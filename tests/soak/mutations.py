@@ -488,8 +488,8 @@ MUTATIONS = [
     mutation(
         "K-FAC's targets are the true ones",
         "core/train/curvature.py",
-        "return loss(model, part | {prediction.targets: targets})",
-        "return loss(model, part)",
+        "return part | {prediction.targets: drawn_targets(prediction, part[prediction.targets], drawing)}",
+        "return part",
         f"{KFAC}::test_sampled_targets_are_not_the_true_ones",
     ),
     mutation(
