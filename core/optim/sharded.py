@@ -198,6 +198,11 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         self._update(self._batches(None if only is None else {id(parameter) for parameter in only}))
         return loss
 
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that it takes of the device where the model computes, wherever its state lies."""
+        return 0
+
     def init_state(self) -> None:
         """Make the state of every parameter that has none, as it is before the first step."""
         for group in self.param_groups:

@@ -56,8 +56,14 @@ class Curvature:
         """Return whether the optimizer evaluates the model itself, and asks for no gradients."""
         return isinstance(self.optimizer, HessianFree)
 
-    def look(self, microbatches: Sequence[Microbatch], weights: Tensor, loss: Loss, step: int, scale: float) -> None:
-        """Show K-FAC the model at work on a step's microbatches, of these weights, where it wants to see it."""
+    def look(
+        self, microbatches: Sequence[Microbatch], weights: Sequence[float], whole: float, loss: Loss, step: int,
+        scale: float,
+    ) -> None:  # fmt: skip
+        """Show K-FAC the model at work on a step's microbatches, where it wants to see it.
+
+        weights, whole  items of each microbatch, and of all on all ranks
+        """
         optimizer = self.optimizer
         assert isinstance(optimizer, KFAC)
         optimizer.forget()
@@ -65,23 +71,23 @@ class Curvature:
             return
         with _buffers_kept(self.parallel.model):
             if isinstance(self.parallel, Pipeline):
-                self._look_at_stages(
-                    self.parallel, list(zip(microbatches, weights.tolist(), strict=True)), loss, step, scale
-                )
+                weighted = list(zip(microbatches, weights, strict=True))
+                self._look_at_stages(self.parallel, weighted, whole, loss, step, scale)
                 return
-            for microbatch, items in zip(microbatches, weights.tolist(), strict=True):
-                drawn = partial(self._drawn, microbatch, loss, step)
-                optimizer.observe(drawn, items, rows=microbatch.rows, scale=scale, length=microbatch.length)
+            for microbatch, items in zip(microbatches, weights, strict=True):
+                drawn, rows = partial(self._drawn, microbatch, loss, step), microbatch.rows
+                optimizer.observe(drawn, items, rows=rows, scale=scale, length=microbatch.length, whole=whole)
 
     def _look_at_stages(
-        self, pipeline: Pipeline, weighted: Sequence[tuple[Microbatch, float]], loss: Loss, step: int, scale: float
-    ) -> None:
+        self, pipeline: Pipeline, weighted: Sequence[tuple[Microbatch, float]], whole: float, loss: Loss, step: int,
+        scale: float,
+    ) -> None:  # fmt: skip
         optimizer = self.optimizer
         assert isinstance(optimizer, KFAC)
 
         def drawn(each: tuple[Microbatch, float], outputs: list[Tensor]) -> Tensor:
             microbatch, items = each
-            options = {"rows": microbatch.rows, "factor": items / scale, "length": microbatch.length}
+            options = {"rows": microbatch.rows, "factor": whole / scale, "length": microbatch.length}
             part, stages = microbatch.part, pipeline.stages
             if stages.current == stages.num_stages - 1:
                 part = self._part_drawn(microbatch, step)
@@ -89,7 +95,7 @@ class Curvature:
             with optimizer.recording(items * self._counts, **options) as seen:
                 try:
                     with self._at(microbatch, step):
-                        return loss(pipeline.model, part)
+                        return loss(pipeline.model, part) * (items / whole)
                 finally:
                     outputs += seen
 

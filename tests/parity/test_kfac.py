@@ -22,12 +22,13 @@ from core.optim.kfac_cut import GridCut
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.train import TrainConfig
 from core.train.curvature import curvature_of
-from tests.parity.test_experts import SWITCH
+from tests.parity.test_experts import CHOICE, GSHARD, PAIR, SWITCH, TOPK
 from tests.parity.test_pipeline import FULL, deep, staged
 from tests.parity.test_tensor_grid import CUBE, DEEP, RAGGED, ROTARY, SQUARE, TESSERACT, UNEVEN, WIDE
 from tests.parity.test_train import GPT2, LLAMA, parallel
 from tests.support import small
 from tests.support.curved import BATCH, Case, batch_of, build, loss, run, train_step, weight
+from tests.support.grid_resume import resumed_elsewhere
 from tests.support.small import config_of, predicted, train
 from tests.support.training import Case as TrainingCase
 from tests.support.training import batch_of as decoder_batch
@@ -113,8 +114,8 @@ MORE_DECODER = {
     "2.5d": (8, TrainingCase(RAGGED, TESSERACT, parallel(), batch=11)),
     "3d reduce": (8, TrainingCase(ROTARY, CUBE, parallel(), batch=11, microbatch=7, options=LONG)),
     "3d empirical": (8, TrainingCase(RAGGED, CUBE, parallel(), batch=11, options=(("fisher", "empirical"),))),
-    "experts": (2, TrainingCase(SWITCH, MeshConfig(ep=2), parallel(1), options=WITHOUT_EXPERTS)),
-    "experts 2d": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=11, options=WITHOUT_EXPERTS)),
+    "experts left out": (2, TrainingCase(SWITCH, MeshConfig(ep=2), parallel(1), options=WITHOUT_EXPERTS)),
+    "experts of 2 left out": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=11, options=WITHOUT_EXPERTS)),
 }
 
 
@@ -135,6 +136,89 @@ def test_ten_steps_of_kfac_of_the_decoder(ranks, name: str) -> None:
 
 
 EMPIRICAL = (("fisher", "empirical"),)
+EP = MeshConfig(ep=2)
+EXPERTS = {
+    "ep": (2, TrainingCase(TOPK, EP, parallel(), microbatch=4)),
+    "ep ekfac": (4, TrainingCase(TOPK, EP, parallel(1), batch=48, options=EKFAC)),
+    "ep tp": (4, TrainingCase(SWITCH, MeshConfig(ep=2, tp=2), parallel())),
+    "zero 1": (2, TrainingCase(TOPK, parallel=parallel(1))),
+}
+MORE_EXPERTS = {
+    "ep zero 3": (2, TrainingCase(TOPK, EP, parallel(3))),
+    "ep zero 2 over two": (4, TrainingCase(TOPK, EP, parallel(2), batch=48, microbatch=2, options=EKFAC)),
+    "ep zero 3 over two": (4, TrainingCase(TOPK, EP, parallel(3))),
+    "ep hybrid": (8, TrainingCase(TOPK, replace(EP, dp_replicate=2), parallel(1), batch=16)),
+    "ep uneven": (3, TrainingCase(TOPK, MeshConfig(ep=3), parallel())),
+    "ep tp ekfac": (4, TrainingCase(TOPK, MeshConfig(ep=2, tp=2), parallel(1), batch=48, options=EKFAC)),
+    "ep alone": (4, TrainingCase(SWITCH, MeshConfig(ep=4), parallel())),
+    "few": (4, TrainingCase(PAIR, EP, parallel(2), options=(("method", "eigen"),))),
+    "few zero 3": (4, TrainingCase(PAIR, parallel=parallel(3))),
+    "gshard": (2, TrainingCase(GSHARD, EP, parallel())),
+    "expert choice": (2, TrainingCase(CHOICE, EP, parallel(1))),
+    "tp": (2, TrainingCase(TOPK, MeshConfig(tp=2), parallel(), batch=48, options=EKFAC)),
+    "tp eigen": (2, TrainingCase(SWITCH, MeshConfig(tp=2), parallel(), options=(("method", "eigen"),))),
+    "tp zero 1": (4, TrainingCase(TOPK, MeshConfig(tp=2), parallel(1))),
+    "empirical": (4, TrainingCase(TOPK, MeshConfig(ep=2, cp=2), parallel(1), options=EMPIRICAL)),
+    "reduce": (2, TrainingCase(SWITCH, EP, parallel(), options=(("sharing", "reduce"),))),
+    "recomputed": (2, TrainingCase(SWITCH, EP, parallel(recompute=FULL))),
+    "2d": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=31)),
+    "2d reduce": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=11, options=LONG)),
+    "2.5d": (2, TrainingCase(UNEVEN, DEEP, parallel(), batch=11)),
+    "2d ep": (8, TrainingCase(UNEVEN, replace(SQUARE, ep=2), parallel(), batch=12)),
+    "stages": (4, TrainingCase(deep(SWITCH), MeshConfig(pp=2, ep=2), staged("1f1b", 1))),
+    "stages empirical": (4, TrainingCase(deep(SWITCH), MeshConfig(pp=2, ep=2), staged("gpipe"), options=EMPIRICAL)),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_kfac_of_experts_is_that_of_one_rank(ranks, name: str) -> None:
+    """Of each expert from the rows that came to it, and of the router, whose gradient tensor parallelism parts."""
+    num_ranks, case = EXPERTS[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=3))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*EXPERTS, *MORE_EXPERTS])
+def test_ten_steps_of_kfac_of_experts(ranks, name: str) -> None:
+    num_ranks, case = (EXPERTS | MORE_EXPERTS)[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=10))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+def test_a_run_with_experts_goes_on_on_another_mesh(ranks, tmp_path: Path) -> None:
+    """Factors and inverses of each, from ep to tp, to ZeRO 3, to one rank's; inverted once, in the first step."""
+    legs = [(2, EP, 0), (4, MeshConfig(ep=2, tp=2), 1), (2, MeshConfig(), 3), (1, MeshConfig(), 0)]
+    assert resumed_elsewhere(ranks, tmp_path, TOPK, "kfac", legs) < TOLERANCE
+
+
+def homes_of_experts(case: TrainingCase) -> list[tuple[bool, bool, bool]]:
+    """Of each expert: whether this rank computes with it, is its home, and holds its factors."""
+    state, config = build_decoder(case)
+    rows = case.batch // data_axis(state.parallel.mesh).size()
+    mine = {k: v[:rows] for k, v in decoder_batch(case, 0).items()}
+    train_step(state, mine, decoder_loss, decoder_weight, config, 0)
+    optimizer = state.optimizer
+    assert isinstance(optimizer, KFACOptimizer)
+    pool, found = optimizer._homes(), []
+    for index, layer in enumerate(optimizer._layers):
+        if layer.expert is not None:
+            held = optimizer._state_of(layer)["row_factor"].numel() > 0
+            found.append((optimizer._computes(index), pool.home_of(optimizer._key(layer)) == pool.rank, held))
+    return found
+
+
+def test_factors_of_an_expert_lie_with_one_of_the_ranks_that_have_it(ranks) -> None:
+    found = ranks(4).run(homes_of_experts, TrainingCase(TOPK, EP, parallel(1), optim="kfac"))
+    for of_expert in zip(*found, strict=True):
+        assert sum(computes for computes, _, _ in of_expert) == 2
+        assert sum(held for _, _, held in of_expert) == 1
+        assert all(computes or not held for computes, _, held in of_expert)
+        assert all(home == held for _, home, held in of_expert)
+    assert all(any(home for _, home, _ in of_rank) for of_rank in found)
+
+
 STAGES = {
     "1f1b tied": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b"), batch=11, options=EMPIRICAL)),
     "interleaved zero 1": (
@@ -151,6 +235,13 @@ MORE_STAGES = {
     "sampled tp": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("gpipe"))),
     "sampled recomputed": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", recompute=FULL))),
     "sampled experts": (2, TrainingCase(deep(SWITCH), MeshConfig(pp=2), staged("1f1b", 1), options=WITHOUT_EXPERTS)),
+    "sampled tp zero 2": (8, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("1f1b", 2), batch=16)),
+    "sampled hybrid": (
+        8,
+        TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2, dp_replicate=2, dp_shard=2), staged("1f1b", 1), batch=16),
+    ),
+    "sampled grid": (4, TrainingCase(deep(ROTARY, 3), replace(DEEP, pp=2), staged("1f1b"))),
+    "cp": (4, TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2, cp=2), staged("1f1b"), options=EMPIRICAL)),
     "gpipe": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("gpipe", 2), options=(*EKFAC, *EMPIRICAL))),
     "tied over two": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", 1), options=EMPIRICAL)),
     "four": (4, TrainingCase(deep(GPT2, 5), MeshConfig(pp=4), staged("1f1b"), options=(*EMPIRICAL, *LONG))),
