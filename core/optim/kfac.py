@@ -251,6 +251,11 @@ class KFAC(ShardedOptimizer):
         width = wide_dtype(next(iter(self._named.values())).dtype).itemsize
         return width * (2 * sums + bases + widest)
 
+    def take_over(self, found: Mapping[Tensor, Tensor]) -> None:
+        super().take_over(found)
+        self._know({name: found.get(p, p) for name, p in self._named.items()})
+        self._pool = None
+
     def _know(self, named: dict[str, Tensor]) -> None:
         self._named, self._names = named, {parameter: name for name, parameter in named.items()}
 

@@ -76,7 +76,8 @@ class Curvature:
                 return
             for microbatch, items in zip(microbatches, weights, strict=True):
                 drawn, rows = partial(self._drawn, microbatch, loss, step), microbatch.rows
-                optimizer.observe(drawn, items, rows=rows, scale=scale, length=microbatch.length, whole=whole)
+                with self.parallel.looking():
+                    optimizer.observe(drawn, items, rows=rows, scale=scale, length=microbatch.length, whole=whole)
 
     def _look_at_stages(
         self, pipeline: Pipeline, weighted: Sequence[tuple[Microbatch, float]], whole: float, loss: Loss, step: int,
@@ -188,8 +189,6 @@ def _refuse(
     name = "kfac" if is_kfac else "hessian_free"
     fisher = optimizer.defaults["fisher"] if is_kfac else None
     refused = [
-        (config.gemini.budget is not None, "gemini.budget", "Gemini's plan of a step has no more passes over the model",
-         "leave --gemini.budget out"),
         (config.compile, "compile", "hooks and second derivatives do not see into compiled blocks", "use no compile"),
         (context > 1 and fisher != "empirical", "mesh.cp", "a rank's targets are drawn of whole rows",
          "use --mesh.cp 1" + (", or --optim.fisher empirical" if is_kfac else "")),
@@ -210,6 +209,7 @@ def _refuse(
         why = "products by two backwards do not pass the messages and hooks of"
         refused += [
             (pipeline_ranks(mesh) > 1, "mesh.pp", "its passes over the model go through no stages", "use --mesh.pp 1"),
+            (config.gemini.budget is not None, "gemini.budget", f"{why} Gemini's chunks", "leave --gemini.budget out"),
             (config.zero == 3, "zero=3", f"{why} FSDP2", "use --zero 0, 1 or 2"),
             (bool(grid), "mesh.tp_mode", f"{why} a grid's layers", "use --mesh.tp-mode 1d"),
             (config.recompute.mode != "none", "recompute.mode", f"{why} its blocks", "use --recompute.mode none"),

@@ -22,6 +22,7 @@ from core.optim.kfac_cut import GridCut
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.train import TrainConfig
 from core.train.curvature import curvature_of
+from tests.parity.gemini.test_ranks import planned
 from tests.parity.test_experts import CHOICE, GSHARD, PAIR, SWITCH, TOPK
 from tests.parity.test_pipeline import FULL, deep, staged
 from tests.parity.test_tensor_grid import CUBE, DEEP, RAGGED, ROTARY, SQUARE, TESSERACT, UNEVEN, WIDE
@@ -33,8 +34,9 @@ from tests.support.small import config_of, predicted, train
 from tests.support.training import Case as TrainingCase
 from tests.support.training import batch_of as decoder_batch
 from tests.support.training import build as build_decoder
-from tests.support.training import difference_from_single, largest_difference
+from tests.support.training import difference_from_single, largest_difference, of_one_rank
 from tests.support.training import loss as decoder_loss
+from tests.support.training import run as run_decoder
 from tests.support.training import weight as decoder_weight
 
 TOLERANCE = 1e-10
@@ -137,6 +139,65 @@ def test_ten_steps_of_kfac_of_the_decoder(ranks, name: str) -> None:
 
 EMPIRICAL = (("fisher", "empirical"),)
 EP = MeshConfig(ep=2)
+GEMINI = {
+    "one": (1, TrainingCase(ROTARY, parallel=parallel(3), budget="400KB", microbatch=5)),
+    "two ekfac": (2, TrainingCase(GPT2, parallel=parallel(3), batch=24, budget="800KB", options=EKFAC)),
+}
+MORE_GEMINI = {
+    "copies": (2, TrainingCase(GPT2, parallel=parallel(0), budget="700KB")),
+    "three": (3, TrainingCase(GPT2, parallel=parallel(3), budget="700KB", microbatch=2)),
+    "wide": (2, TrainingCase(GPT2, parallel=parallel(3), budget="20MB")),
+    "hybrid": (4, TrainingCase(GPT2, MeshConfig(dp_replicate=2, dp_shard=2), parallel(3), budget="700KB")),
+    "tp": (4, TrainingCase(GPT2, MeshConfig(tp=2), parallel(3), budget="700KB")),
+    "recomputed": (2, TrainingCase(GPT2, parallel=parallel(3, recompute=FULL), budget="700KB")),
+    "empirical": (2, TrainingCase(GPT2, parallel=parallel(3), budget="700KB", options=(("fisher", "empirical"),))),
+    "exact": (2, TrainingCase(GPT2, parallel=parallel(3), budget="700KB", options=(("fisher", "exact"),))),
+    "experts": (2, TrainingCase(TOPK, parallel=parallel(3), budget="2MB")),
+    "experts ep": (4, TrainingCase(TOPK, EP, parallel(3), batch=48, budget="3MB", options=EKFAC)),
+    "stages": (4, TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2), staged("1f1b", 3), budget="2MB")),
+}
+
+
+def check_in_a_budget(ranks, num_ranks: int, case: TrainingCase, share: float | None = None) -> None:
+    """share: of the model data that fits on the device, by a plan; None: the case's budget, without one"""
+    case = replace(case, optim="kfac")
+    results = ranks(num_ranks).run(run_decoder, case) if share is None else ranks(num_ranks).run(planned, case, share)
+    difference, where = largest_difference(results, of_one_rank(ranks, case), case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank without Gemini"
+    for found in results:
+        assert found["peak"] <= found["budget"]
+
+
+@pytest.mark.parametrize("name", GEMINI)
+def test_kfac_in_a_budget_is_that_without_one(ranks, name: str) -> None:
+    num_ranks, case = GEMINI[name]
+    check_in_a_budget(ranks, num_ranks, replace(case, steps=3))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*GEMINI, *MORE_GEMINI])
+def test_ten_steps_of_kfac_in_a_budget(ranks, name: str) -> None:
+    num_ranks, case = (GEMINI | MORE_GEMINI)[name]
+    check_in_a_budget(ranks, num_ranks, replace(case, steps=10))
+
+
+PLANNED = ((1, "static", 0.4, 2), (2, "auto", 0.3, 3))
+MORE_PLANNED = (
+    *((num_ranks, policy, share, 10) for num_ranks in (1, 2) for policy in ("static", "auto") for share in (0.1, 1.0)),
+    (2, "cpu", 0.2, 10),
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "policy", "share", "steps"),
+    [*PLANNED, *(pytest.param(*row, marks=pytest.mark.soak) for row in MORE_PLANNED)],
+)
+def test_kfac_by_a_plan_is_that_without_one(ranks, num_ranks: int, policy: str, share: float, steps: int) -> None:
+    """Masters, factors and inverses on the host, on the device, and some here and some there."""
+    case = TrainingCase(GPT2, parallel=parallel(3), batch=24, policy=policy, steps=steps, options=EKFAC)
+    check_in_a_budget(ranks, num_ranks, case, share)
+
+
 EXPERTS = {
     "ep": (2, TrainingCase(TOPK, EP, parallel(), microbatch=4)),
     "ep ekfac": (4, TrainingCase(TOPK, EP, parallel(1), batch=48, options=EKFAC)),
@@ -188,8 +249,8 @@ def test_ten_steps_of_kfac_of_experts(ranks, name: str) -> None:
 
 @pytest.mark.soak
 def test_a_run_with_experts_goes_on_on_another_mesh(ranks, tmp_path: Path) -> None:
-    """Factors and inverses of each, from ep to tp, to ZeRO 3, to one rank's; inverted once, in the first step."""
-    legs = [(2, EP, 0), (4, MeshConfig(ep=2, tp=2), 1), (2, MeshConfig(), 3), (1, MeshConfig(), 0)]
+    """Factors and inverses of each, from ep to tp, to a budget, to one rank's; inverted once, in the first step."""
+    legs = [(2, EP, 0), (4, MeshConfig(ep=2, tp=2), 1), (2, MeshConfig(), 3, "4MB"), (1, MeshConfig(), 0)]
     assert resumed_elsewhere(ranks, tmp_path, TOPK, "kfac", legs) < TOLERANCE
 
 
@@ -348,7 +409,6 @@ def refusals() -> dict[str, str]:
         ("kfac stages", "kfac exact", {"mesh": MeshConfig(pp=2)}, predicted),
         ("kfac parts", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("zb-h1")}, predicted),
         ("kfac ahead", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("2bw")}, predicted),
-        ("kfac gemini", "kfac", {"gemini": GeminiConfig("1MB")}, predicted),
         ("no closure", "hessian_free", {}, None),
         ("hf zero 3", "hessian_free", {"zero": 3}, predicted),
         ("hf stages", "hessian_free", {"mesh": MeshConfig(pp=2)}, predicted),
@@ -383,7 +443,6 @@ def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
             "kfac stages": "optim.name=kfac with mesh.pp",
             "kfac parts": "optim.name=kfac with pipeline.schedule=zb-h1",
             "kfac ahead": "optim.name=kfac with pipeline.schedule=2bw",
-            "kfac gemini": "optim.name=kfac with gemini.budget",
             "no closure": "optim.name=hessian_free",
             "hf zero 3": "optim.name=hessian_free with zero=3",
             "hf stages": "optim.name=hessian_free with mesh.pp",

@@ -542,6 +542,13 @@ MUTATIONS = [
         f"{KFAC}::test_kfac_of_experts_is_that_of_one_rank[ep tp]",
     ),
     mutation(
+        "a look of K-FAC leaves a budget's chunks in use",
+        "core/gemini/replicas.py",
+        "finally:\n            self.hooks.give_up()\n\n    @contextmanager\n    def foreseen",
+        "finally:\n            pass\n\n    @contextmanager\n    def foreseen",
+        f"{KFAC}::test_kfac_in_a_budget_is_that_without_one[one]",
+    ),
+    mutation(
         "a second backward leaves the sums of tensor parallelism out",
         "core/comm/collectives.py",
         "return copy_to(grad, ctx.axis) if _graph_goes_on() else grad, None",
