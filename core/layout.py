@@ -14,6 +14,7 @@ Optimizers, clipping and checkpoints need no more than this, so they know neithe
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
@@ -97,6 +98,10 @@ class Layout:
         """The axes that cut, each once."""
         return tuple(dict.fromkeys(axis for axis, _ in self.cuts))
 
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes of several ranks that cut a dim."""
+        return tuple(dict.fromkeys(axis for axis, cut in self.cuts if cut == dim and self.axis_size(axis) > 1))
+
     def axis_size(self, axis: str) -> int:
         """Ranks on an axis; "a+b" is a and b as one."""
         assert self.mesh is not None
@@ -128,6 +133,19 @@ class Layout:
         cuts = tuple((axis, dim) for axis, dim in self.cuts if dim not in gone)
         return Layout(shape, self.mesh, cuts, self.units, even=self.even, parts=self.parts)
 
+    def on(self, mesh: AnyMesh) -> "Layout":
+        """The same seen on another mesh."""
+        return replace(self, mesh=mesh)
+
+    def within(self) -> "Layout":
+        """The layout of what lies in one place of dim 0: of a matrix in a stack."""
+        cuts = tuple((axis, dim - 1) for axis, dim in self.cuts if dim)
+        named = {axis for axis, _ in cuts}
+        units = tuple((axis, unit) for axis, unit in self.units if axis in named)
+        parts = tuple((axis, lengths) for axis, lengths in self.parts if axis in named)
+        even = tuple(axis for axis in self.even if axis in named)
+        return Layout(self.shape[1:], self.mesh, cuts, units, even=even, parts=parts)
+
     def cut(
         self,
         mesh: AnyMesh,
@@ -146,6 +164,43 @@ class Layout:
             even=(*self.even, axis) if even else self.even,
             parts=(*self.parts, (axis, parts)) if parts else self.parts,
         )
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One tensor of a stack along dim 0, as it lies in itself: on ranks without a part of it, nothing.
+
+    stack  the layout of the stack
+    index  its place in that
+    """
+
+    stack: Layout
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+    @property
+    def mesh(self) -> AnyMesh | None:
+        return self.stack.mesh
+
+    def on(self, mesh: AnyMesh) -> "Slice":
+        """The same seen on another mesh."""
+        return replace(self, stack=self.stack.on(mesh))
+
+    def stretches(self) -> Stretches:
+        """See `Layout.stretches`."""
+        first, *rest = self.stack.stretches()
+        if any(self.index in held for held in first):
+            return tuple(rest)
+        return tuple((range(0),) for _ in rest)
+
+    @cached_property
+    def place(self) -> int | None:
+        """Where it is in this rank's part of the stack; None where that has nothing of it."""
+        held = [index for stretch in self.stack.stretches()[0] for index in stretch]
+        return held.index(self.index) if self.index in held else None
 
 
 def _within(held: Sequence[range], start: int, stop: int) -> list[range]:

@@ -24,7 +24,7 @@ from core.layout import largest_share
 from core.mesh import MeshConfig, build_mesh, mesh_shape, shard_axis
 from core.optim.build import OptimConfig
 from core.optim.roles import role_of
-from core.optim.size import state_bytes
+from core.optim.size import beside_bytes, state_bytes
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan
 from core.precision import compute_dtype, master_dtype
@@ -84,9 +84,12 @@ def estimate_gemini(
         if member.trainable
     }
     known = infos(list(members.values()), wide, state)
+    looked_at = [name for name, member in members.items() if member.trainable]
+    shapes = {name: tuple(parameters[name].shape) for name in looked_at}
+    beside = sum(beside_bytes(optimizer, s, wide.itemsize, role_of(name, s)) for name, s in shapes.items())
 
     def messages(chunks: Sequence[Sequence[str]]) -> int:
-        return sum(message_bytes([[members[name] for name in chunk] for chunk in chunks], wide))
+        return beside + sum(message_bytes([[members[name] for name in chunk] for chunk in chunks], wide))
 
     chunking = choose_chunk_size(known, step, budget_bytes, bandwidth, policy, messages)
     return GeminiEstimate(chunking.plan, messages(chunking.parameters), least_budget(known, step, messages))

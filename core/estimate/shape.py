@@ -26,7 +26,7 @@ from core.models.plan import decoder_plan
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
 from core.optim.roles import role_of
-from core.optim.size import state_bytes
+from core.optim.size import beside_bytes, state_bytes
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import SEGMENTED, RecomputeMode
 from core.placement.messages import Sent, Widths, microbatch_bytes, microbatch_calls
@@ -215,6 +215,8 @@ class ModelShape:
         for weight, part in zip(weights, updated, strict=True):
             role = role_of(weight.name, weight.shape)
             state += state_bytes(run.optimizer, part, run.wide_bytes, whole=weight.shape, role=role, ranks=ranks)
+            seen = (self.held(weight, run)[0], *weight.shape[1:]) if role == "experts" else weight.shape
+            state += beside_bytes(run.optimizer, seen, run.wide_bytes, role)
         experts = sum(n for n, weight in zip(whole, weights, strict=True) if weight.experts)
         own = tuple(map(math.prod, updated))
         padded = sum(

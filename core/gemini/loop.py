@@ -27,7 +27,9 @@ from core.gemini.state_device import bring_state
 from core.layout import full_tensor
 from core.mesh import MeshConfig, build_mesh, shard_axis
 from core.optim.clip import gradient_norm, scale_gradients
+from core.optim.hessian_free import HessianFree
 from core.optim.home import WholeMatrixOptimizer
+from core.optim.sharded import ShardedOptimizer
 from core.parallel.rows import own_rows
 from core.precision import Precision
 from core.runtime import join
@@ -107,8 +109,14 @@ def wrap(
     policy     for comparisons: "static", "cpu"; see `core.gemini.residency`
     device     "cpu" or "cuda"; by default CUDA where there is one
 
-    Raises UserError for a budget in which no step fits, and for an optimizer whose state cannot be cut.
+    A KFAC is told of the model by `observe` as ever, before its step.
+
+    Raises UserError for a budget in which no step fits, for an optimizer whose state cannot be cut, for HessianFree.
     """
+    if isinstance(optimizer, HessianFree):
+        raise UserError(
+            "gemini.wrap: HessianFree's products by two backwards do not pass Gemini's chunks; use another optimizer"
+        )
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     join(kind)
     if mesh is None:
@@ -122,12 +130,13 @@ def wrap(
     own = {id(p): own_part(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     values = {key: tensor.data for key, tensor in own.items()}
     parallel = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget), policy))
-    before = [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)
-    for group in optimizer.param_groups:
-        group["params"] = [
-            _replaced(optimizer, p, values[id(p)].dtype, parallel.masters[names[id(p)]], parallel)
-            for p in group["params"]
-        ]
+    state = dict(optimizer.state)
+    replaced = {
+        p: _replaced(optimizer, p, values[id(p)].dtype, parallel.masters[names[id(p)]], parallel)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    _put(optimizer, replaced)
     for master in parallel.masters.values():
         bring_state(optimizer, master)
     try:
@@ -135,12 +144,20 @@ def wrap(
     except UserError:  # model and optimizer are as they were: another budget can be tried
         for key, value in values.items():
             own[key].data = value
-        for group, parameters in zip(optimizer.param_groups, before[0], strict=True):
-            group["params"] = parameters
+        _put(optimizer, {master: p for p, master in replaced.items()})
         optimizer.state.clear()
-        optimizer.state.update(before[1])
+        optimizer.state.update(state)
         raise
     return Gemini(parallel, optimizer)
+
+
+def _put(optimizer: torch.optim.Optimizer, found: dict[Tensor, Tensor]) -> None:
+    """Put other tensors in the place of an optimizer's parameters."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.take_over(found)
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [found[p] for p in group["params"]]
 
 
 def _replaced(

@@ -37,7 +37,7 @@ from core.gemini.tier import DeviceTier, parse_bytes
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
 from core.mesh import Zero, device_of, shard_axis, stage_axis
-from core.optim.sharded import step_over, steps_apart
+from core.optim.sharded import ShardedOptimizer, step_over, steps_apart
 from core.parallel.data import DataParallel, begin, cast_parameter, on_mesh, with_local
 from core.parallel.parallel_model import Sample
 from core.parallel.pipeline.foreseen import Unforeseen
@@ -178,7 +178,8 @@ class GeminiReplicas(DataParallel):
         traced = None if sample is None else self._traced(sample, units)
         of = {member.name: member for member in self._adopt()}
         self.streams = Streams(self.device)
-        transport = Transport(self.mesh, self.zero != 0, self.tier, self.streams)
+        beside = optimizer.beside_bytes if isinstance(optimizer, ShardedOptimizer) else 0
+        transport = Transport(self.mesh, self.zero != 0, self.tier, self.streams, beside)
         state = state_bytes(optimizer, self.masters)
         members = [of[name] for name in (of if traced is None else traced.order)]
         parameters = infos(members, self.reduce_dtype, state)
@@ -314,6 +315,15 @@ class GeminiReplicas(DataParallel):
                 self.hooks.give_up()
                 raise
             self.hooks.end_backward(names)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Chunks come as in a step, and none is reduced."""
+        assert self.executor is not None, "prepare comes first"
+        try:
+            yield
+        finally:
+            self.hooks.give_up()
 
     @contextmanager
     def foreseen(self) -> Iterator[None]:

@@ -33,17 +33,14 @@ def state_bytes(optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor])
 
 def _asked(optimizer: ShardedOptimizer, masters: Mapping[str, Tensor]) -> dict[str, int]:
     """Let a copy of the optimizer make its state of tensors on the meta device."""
-    on_meta: dict[int, Tensor] = {}
+    on_meta: dict[Tensor, Tensor] = {}
     for master in masters.values():
-        like = torch.empty_like(master, device="meta")
-        on_meta[id(master)] = tag(like, layout_of(master))
-    twin = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "params": [on_meta.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
-    ]
+        on_meta[master] = tag(torch.empty_like(master, device="meta"), layout_of(master))
+    twin = object.__new__(type(optimizer))  # a copy by torch has no more than groups and state
+    vars(twin).update({**vars(optimizer), "state": defaultdict(dict), "_places": {}})
+    twin.take_over(on_meta)
     twin.init_state()
-    return {name: _size(twin.state.get(on_meta[id(master)], {})) for name, master in masters.items()}
+    return {name: _size(twin.state.get(on_meta[master], {})) for name, master in masters.items()}
 
 
 def _probed(optimizer: torch.optim.Optimizer, index: int) -> int:

@@ -59,21 +59,24 @@ def slots_of(ranks: int) -> int:
 
 
 class Transport:
-    """shards: chunks are sharded over the ranks that share them; else each of those has all of them."""
+    """shards: chunks are sharded over the ranks that share them; else each of those has all of them.
 
-    def __init__(self, mesh: DeviceMesh, shards: bool, tier: DeviceTier, streams: Streams):
-        self.mesh, self.shards, self.tier, self.streams = mesh, shards, tier, streams
+    beside  bytes of the device that are taken like those of messages: what the optimizer keeps there
+    """
+
+    def __init__(self, mesh: DeviceMesh, shards: bool, tier: DeviceTier, streams: Streams, beside: int = 0):
+        self.mesh, self.shards, self.tier, self.streams, self.beside = mesh, shards, tier, streams, beside
         self._fetched: Tensor | None = None
         self._reduced: Tensor | None = None
 
     def message_bytes(self, chunks: Sequence[Sequence[Member]], wide: torch.dtype) -> int:
         """Bytes that the messages of chunks with these members need on the device."""
-        return sum(message_bytes(chunks, wide))
+        return self.beside + sum(message_bytes(chunks, wide))
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Take memory for messages, once."""
         sizes = message_bytes([chunk.members for chunk in chunks], chunks[0].wide)
-        self.tier.take(sum(sizes), "messages")
+        self.tier.take(self.beside + sum(sizes), "messages")
         self.begin(chunks)
         self._fetched, self._reduced = (torch.empty(n, dtype=torch.uint8, device=chunks[0].device) for n in sizes)
 

@@ -25,8 +25,11 @@ _WITHOUT_WAITING = (9, 10)
 class GroupedLinear(nn.Module):
     """E linear layers: weight[E, O, I], bias[E, O].
 
-    bias_share  the part of the bias that is added here, where several ranks' outputs are summed
+    bias_share   the part of the bias that is added here, where several ranks' outputs are summed
+    factored_as  for optimizers that look at layers (`core.optim.kfac_layers.kind_of`)
     """
+
+    factored_as = "experts"
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, bias: bool):
         super().__init__()

@@ -43,6 +43,8 @@ COUNTS_ROWS = ("cpu", "meta")
 class Router(nn.Module):
     """The logits of the experts, in fp32 or wider: weight[E, D]."""
 
+    factored_as = "router"  # see `core.optim.kfac_layers.kind_of`
+
     def __init__(self, dim: int, num_experts: int):
         super().__init__()
         self.weight = nn.Linear(dim, num_experts, bias=False).weight

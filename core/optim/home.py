@@ -16,7 +16,7 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -25,18 +25,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.layout import Layout, Stretches, boxes_of, shape_of, tag, taken
+from core.layout import Layout, Slice, Stretches, boxes_of, shape_of, tag, taken
 from core.mesh import device_of, seen_from, stage_group
-from core.optim.sharded import Batch, Held, Place, ShardedOptimizer, own, wide_dtype
+from core.optim.sharded import Batch, Held, ShardedOptimizer, own, wide_dtype
 
 
-def balanced(costs: Sequence[float], num_ranks: int) -> list[int]:
+def balanced(costs: Sequence[float], num_ranks: int, before: Sequence[float] | None = None) -> list[int]:
     """The rank of each item, so that the busiest rank has little more to do than it must.
 
     The costliest first, each to the rank that has least (Graham 1969); then the busiest gives an item away, or changes
     one for a cheaper one, as long as that relieves it.
+
+    before  what each rank has to do beside; None: nothing
     """
-    loads, items = [0.0] * num_ranks, [set[int]() for _ in range(num_ranks)]
+    before = [0.0] * num_ranks if before is None else before
+    loads, items = [*before], [set[int]() for _ in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = min(range(num_ranks), key=lambda r: (loads[r], r))
         items[rank].add(item)
@@ -44,7 +47,7 @@ def balanced(costs: Sequence[float], num_ranks: int) -> list[int]:
     while (change := _relief(costs, loads, items)) is not None:
         for rank, gone, come in change:
             items[rank] = items[rank] - gone | come
-            loads[rank] = sum(costs[item] for item in sorted(items[rank]))
+            loads[rank] = before[rank] + sum(costs[item] for item in sorted(items[rank]))
     rank_of = {item: rank for rank, mine in enumerate(items) for item in mine}
     return [rank_of[item] for item in range(len(costs))]
 
@@ -109,13 +112,13 @@ def pieces_from_home(held: Sequence[Sequence[Stretches]], homes: Sequence[int]) 
         yield from (Piece(matrix, home, r, own[matrix]) for r, own in enumerate(held) if _size(own[matrix]))
 
 
-def _held(layouts: Sequence[Layout], ranks: Sequence[int]) -> list[list[Stretches]]:
+def held_by(layouts: Sequence[Layout | Slice], ranks: Sequence[int]) -> list[list[Stretches]]:
     """[rank][matrix]: what each rank holds, by its place in the mesh; without a mesh what this one holds."""
     meshes = {id(layout.mesh): layout.mesh for layout in layouts if isinstance(layout.mesh, DeviceMesh)}
     seen = {key: seen_from(mesh, ranks) for key, mesh in meshes.items()}
 
-    def stretches(layout: Layout, at: int) -> Stretches:
-        view = replace(layout, mesh=seen[id(layout.mesh)][at]) if id(layout.mesh) in seen else layout
+    def stretches(layout: Layout | Slice, at: int) -> Stretches:
+        view = layout.on(seen[id(layout.mesh)][at]) if id(layout.mesh) in seen else layout
         return view.stretches()
 
     return [[stretches(layout, at) for layout in layouts] for at in range(len(ranks))]
@@ -131,9 +134,10 @@ class Pool:
     homes  the rank of each, within the group
     """
 
-    def __init__(self, places: Mapping[Tensor, Place], costs: Sequence[float]):
-        self.index = {parameter: index for index, parameter in enumerate(places)}
-        self.layouts = [place.layout for place in places.values()]
+    def __init__(self, layouts: Mapping[Any, Layout | Slice], costs: Sequence[float]):
+        """layouts: of each matrix, by what it is asked for with: its parameter, or another key."""
+        self.index = {key: index for index, key in enumerate(layouts)}
+        self.layouts = list(layouts.values())
         meshes = [layout.mesh for layout in self.layouts if isinstance(layout.mesh, DeviceMesh)]
         self.group = stage_group(max(meshes, key=lambda mesh: mesh.size())) if meshes else None
         self.device = device_of(meshes[0]) if meshes else torch.device("cpu")
@@ -141,15 +145,15 @@ class Pool:
         self.homes = balanced(costs, self.num_ranks)
         self._ways: tuple[list[Piece], list[Piece]] | None = None
 
-    def home_of(self, parameter: Tensor) -> int | None:
+    def home_of(self, key: Any) -> int | None:
         """The home of a matrix; None for one that is this rank's alone."""
-        index = self.index[parameter]
+        index = self.index[key]
         return None if self.num_ranks == 1 or self.layouts[index].mesh is None else self.homes[index]
 
     def ways(self) -> tuple[list[Piece], list[Piece]]:
         """This rank's pieces on the way home, and on the way back."""
         if self._ways is None:
-            held = _held(self.layouts, dist.get_process_group_ranks(self.group))
+            held = held_by(self.layouts, dist.get_process_group_ranks(self.group))
             both = pieces_to_home(held, self.homes), pieces_from_home(held, self.homes)
             there, back = ([p for p in way if self.rank in (p.source, p.dest)] for way in both)
             self._ways = there, back
@@ -223,7 +227,7 @@ class WholeMatrixOptimizer(ShardedOptimizer):
         if self._pool is None or parameter not in self._pool.index:
             matrices = [(p, group) for group in self.param_groups if self._is_whole(group) for p in group["params"]]
             costs = [self._cost(self.place(p).layout.shape, group) for p, group in matrices]
-            self._pool = Pool({p: self.place(p) for p, _ in matrices}, costs)
+            self._pool = Pool({p: self.place(p).layout for p, _ in matrices}, costs)
         return self._pool
 
     def _ensure_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Of a layer with the matrix V[m, n] and the factors R, C of its Fisher informatio
 
 1. sums a a^T and g g^T over the layer's inputs and the gradients of its outputs, for targets that the model draws
    (`fisher`), over all microbatches; all-reduces the sums of all layers                     -> one all-reduce
+   those of experts that ranks have apart, among the ranks that have them                    -> one more
 2. brings gradients to each layer's home rank (core/optim/home.py)                           -> one all-to-all
 3. there R <- d R + (1 - d) R_new, d = min(factor_decay, 1 - 1/k) at the k-th time; now and then inverts them; and
    P = R^-1 V C^-1, damped (core/optim/kfac_solve.py)
@@ -12,7 +13,11 @@ Of a layer with the matrix V[m, n] and the factors R, C of its Fisher informatio
 6. M <- momentum M + nu P;  W <- (1 - lr weight_decay) W - lr M
 
 method "ekfac" replaces the product of eigenvalues by the mean square of the gradient in that basis, V's entry by entry;
-bases go to all ranks with the message of 5. Norms and what else has no factors gets AdamW at lr_others.
+bases go to all ranks with the message of 5, of experts that ranks have apart to those that have them, in one or two of
+their own. Norms and what else has no factors gets AdamW at lr_others.
+
+Each matrix of a stack (experts) is a layer: its home is one of the ranks that compute with it, and a step without a row
+for it leaves its factors as they were.
 
 The ranks of 1 to 4 are those of a pipeline's stage, and look at its layers alone; what a stage sees of another's
 parameter (a tied head) goes there behind 1.
@@ -33,17 +38,18 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 
 from core.config import UserError
 from core.kernels.adamw import adamw
-from core.layout import Layout, layout_of, tag
-from core.mesh import axis_size, tensor_names
-from core.optim.home import Pool, _assembled, _Message, balanced
-from core.optim.kfac_cut import Cut, GridCut, OtherStages
-from core.optim.kfac_layers import Layer, Sharing, Use, find_layers, one_product, packed, packed_size, unpacked
+from core.layout import Layout, Slice, tag
+from core.mesh import axis_size
+from core.optim.home import Pool, _assembled, _Message, balanced, held_by
+from core.optim.kfac_cut import Apart, OtherStages, apart, cut_of, dealt_out, mesh_of, tensor_ranks
+from core.optim.kfac_layers import Layer, Sharing, find_layers, one_product, packed, packed_size, unpacked
 from core.optim.kfac_observer import Observer
 from core.optim.kfac_solve import NotInverted, damped_inverses, eigenbasis, into_basis, times
+from core.optim.roles import Role
 from core.optim.sharded import Batch, Held, ShardedOptimizer, wide_dtype
 from core.optim.spec import (
     OptimConfig,
@@ -57,6 +63,12 @@ from core.optim.spec import (
 
 Fisher = Literal["sampled", "exact", "empirical"]
 Method = Literal["inverse", "eigen", "ekfac"]
+BASES = ("row_basis", "column_basis")
+"""State tensors that EKFAC keeps on all ranks that compute with a layer."""
+FACTORED: tuple[Role, ...] = ("matrix", "experts", "kernel", "outer", "head", "embedding")
+"""Roles of what is taken for a layer where memory is foretold."""
+HomeShapes = dict[str, tuple[int, str, tuple[int, ...]]]
+"""State tensor -> the place of its layer among all, its name among those of the layer, and its shape."""
 NOT_BY_ROWS = ("*positions*", "*position_embedding*", "*wpe*")
 """Modules that look up the same for all rows of a batch."""
 
@@ -83,8 +95,8 @@ class KFAC(ShardedOptimizer):
 
         optimizer.observe(lambda: loss_of_drawn_targets(model(x)), items=len(x))
 
-    Raises UserError for values out of range, for a model without a layer that has factors, for stacks of matrices
-    (experts) that are not excluded, and in `step` where the model was not observed.
+    Raises UserError for values out of range, for a model without a layer that has factors, for stacks of matrices that
+    are not excluded and whose module is not `core.nn.experts`, and in `step` where the model was not observed.
     """
 
     def __init__(
@@ -99,13 +111,16 @@ class KFAC(ShardedOptimizer):
         _check(**options)
         parameters = model.named_parameters() if isinstance(model, nn.Module) else model.items()
         named: dict[str, Tensor] = {name: p for name, p in parameters if p.requires_grad}
-        self._named = named
+        self._know(named)
         self._layers: list[Layer] = []
+        self._dealt: dict[str, Layout] = {}
+        self._apart: list[Apart] = []
+        self._shapes: dict[str, HomeShapes] = {}
         self._observer: Observer | None = None
         self._stages: OtherStages | None = None
         self._pool: Pool | None = None
         self.fallbacks = 0
-        self._stage_fallbacks = 0
+        self._stage_fallbacks = self._fallbacks_apart = 0
         super().__init__([{"params": list(named.values()), "factored": False}], options)
         if isinstance(model, nn.Module):
             self.watch(model)
@@ -131,11 +146,15 @@ class KFAC(ShardedOptimizer):
                 "convolution, embedding) whose parameters are trained and not excluded; use another --optim.name"
             )
         found = [*self._layers, *(layer for layer in found if layer.weight not in self._named)]
-        cuts = [[_cut_of(use, layer, known, table) for use in layer.uses] for layer in found]
-        cut = any(isinstance(c, Cut) and c.copies > 1 for of_layer in cuts for c in of_layer)
-        if cut and options["sharing"] == "reduce":
+        rows = {layer.weight: None if table is None else table[layer.weight] for layer in found}
+        cuts = [[cut_of(u, layer, known[layer.weight], rows[layer.weight]) for u in layer.uses] for layer in found]
+        if options["sharing"] == "reduce" and any(c is not None and c.parts_rows for of in cuts for c in of):
             raise UserError("kfac: sharing=reduce with tensor parallelism: ranks hold parts of a row; use expand")
-        self._observer = Observer(found, cuts, options["sharing"])
+        meshes = [mesh_of(row, known[name]) for name, row in rows.items() if row is not None]
+        copies = max((math.prod(axis_size(m, a) for a in tensor_ranks(m)) for m in meshes if m is not None), default=1)
+        self._observer = Observer(found, cuts, options["sharing"], copies)
+        self._dealt = dealt_out(self._layers, rows)
+        self._apart, self._shapes, self._pool = apart(self._layers, self._dealt), {}, None
         factored = {name for layer in self._layers for name in (layer.weight, layer.bias) if name is not None}
         (group,) = self.param_groups
         rest = [p for n, p in self._named.items() if n not in factored]
@@ -168,7 +187,7 @@ class KFAC(ShardedOptimizer):
 
     def observe(
         self, loss: Callable[[], Tensor | Sequence[Tensor]], items: float, *, rows: int | None = None,
-        scale: float = 1.0, length: int | None = None,
+        scale: float = 1.0, length: int | None = None, whole: float | None = None,
     ) -> None:  # fmt: skip
         """Look at the model: forward, and a backward that leaves no gradient in any parameter.
 
@@ -177,15 +196,18 @@ class KFAC(ShardedOptimizer):
         rows   of the microbatch; None: those of each layer's input
         scale  of the loss, where it is scaled (fp16)
         length  of a row's sequence, which tensor parallelism may fill up
+        whole  items of all microbatches on all ranks, where ranks send each other rows (experts); None: they do not
         """
         if self._observer is None:
             raise UserError("kfac: no model is watched; give KFAC the model, or call its watch")
-        with torch.enable_grad(), self._observer.recording(items, rows, items / scale, length) as outputs:
+        share = 1.0 if whole is None else items / whole  # gradients of rows of all ranks are then of one loss
+        factor = (items if whole is None else whole) / scale
+        with torch.enable_grad(), self._observer.recording(items, rows, factor, length) as outputs:
             made = loss()
         values = [made] if isinstance(made, Tensor) else list(made)
         for index, value in enumerate(values):
             more = index + 1 < len(values)
-            torch.autograd.grad(value * scale, outputs, retain_graph=more, allow_unused=True)
+            torch.autograd.grad(value * (scale * share), outputs, retain_graph=more, allow_unused=True)
 
     def forget(self) -> None:
         """Drop what was observed since the last step."""
@@ -204,34 +226,64 @@ class KFAC(ShardedOptimizer):
         observer = self._observer
 
         def observed() -> Any:
-            with observer.recording(0.0, None, 1.0) as outputs:
+            with observer.recording(0.0, None, 1.0):
                 loss = closure()
-            rows = max((len(y) for y in outputs), default=0)
-            observer.items = float(rows)
+            observer.items = float(observer.rows)
             for seen in observer.seen.values():
-                seen.gradients *= rows**2
+                seen.gradients *= observer.rows**2
             return loss
 
         return super().step(observed, only)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
+    @property
+    def beside_bytes(self) -> int:
+        """Sums of the layers that this rank sees, and once more as a message; EKFAC's bases; the widest factor."""
+        if self._observer is None:
+            return 0
+        own = [layer for index, layer in enumerate(self._layers) if self._computes(index)]
+        sums = sum(len(layer.uses) * sum(map(packed_size, layer.factor_shapes())) for layer in own)
+        turned = [layer for layer in own if self._is_rescaled(layer)]
+        sums += sum(math.prod(layer.shape) for layer in turned)
+        bases = sum(n**2 for layer in turned for n in layer.shape)
+        widest = max(math.prod(factor) for layer in own for factor in layer.factor_shapes())
+        width = wide_dtype(next(iter(self._named.values())).dtype).itemsize
+        return width * (2 * sums + bases + widest)
+
+    def take_over(self, found: Mapping[Tensor, Tensor]) -> None:
+        super().take_over(found)
+        self._know({name: found.get(p, p) for name, p in self._named.items()})
+        self._pool = None
+
+    def _know(self, named: dict[str, Tensor]) -> None:
+        self._named, self._names = named, {parameter: name for name, parameter in named.items()}
+
     def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         if not options["factored"]:
             return {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
         made: dict[str, Any] = {"momentum_buffer": self._zeros(parameter)} if options["momentum"] else {}
-        for key in self._home_shapes(parameter):
+        for key in self._home_shapes(parameter):  # of experts those of each
             layout = self._lies(parameter, key)
             device = parameter.device
             dtype = wide_dtype(parameter.dtype)
             made[key] = tag(torch.zeros(layout.local_shape(), dtype=dtype, device=device), layout)
         return made
 
-    def _home_shapes(self, parameter: Tensor) -> dict[str, tuple[int, ...]]:
-        """State tensors that lie at a layer's home, or are alike on all ranks, and their shapes; of its weight."""
-        layer = next((layer for layer in self._layers if self._named[layer.weight] is parameter), None)
-        if layer is None:
-            return {}
+    def _home_shapes(self, parameter: Tensor) -> HomeShapes:
+        """State tensors that lie at a layer's home, or on several ranks alike, of a parameter that is its weight."""
+        name = self._names[parameter]
+        if name not in self._shapes:
+            own = [(index, layer) for index, layer in enumerate(self._layers) if layer.weight == name]
+            self._shapes[name] = {
+                layer.key(key): (index, key, shape)
+                for index, layer in own
+                for key, shape in self._shapes_of(layer).items()
+            }
+        return self._shapes[name]
+
+    def _shapes_of(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+        """The state tensors of a layer that lie at its home, or on several ranks alike, and their shapes."""
         r, c = layer.factor_shapes()
         shapes: dict[str, tuple[int, ...]] = {"updates": (1,)}
         shapes |= {"row_factor": (packed_size(r),), "column_factor": (packed_size(c),)}
@@ -242,29 +294,64 @@ class KFAC(ShardedOptimizer):
             return shapes | {"scales": layer.shape}
         return shapes | {"row_values": r[:1], "column_values": c[:1]}
 
+    def _state_of(self, layer: Layer) -> dict[str, Tensor]:
+        """Its state tensors by the names of `_shapes_of`; none before its first step."""
+        state = self.state.get(self._named[layer.weight], {})
+        return {key: state[layer.key(key)] for key in self._shapes_of(layer)} if state else {}
+
     def _is_rescaled(self, layer: Layer) -> bool:
         """Return whether EKFAC's scales are kept of it: tied weights, embeddings and long sides keep the product."""
         return self.defaults["method"] == "ekfac" and len(layer.uses) == 1 and not any(layer.diagonal)
 
     def _lies(self, parameter: Tensor, key: str) -> Layout:
-        shapes = self._home_shapes(parameter) if key not in ("step", "momentum_buffer") else {}
-        if key not in shapes:
+        found = self._home_shapes(parameter).get(key) if key not in ("step", "momentum_buffer") else None
+        if found is None:
             return super()._lies(parameter, key)
-        if key in ("row_basis", "column_basis") and "scales" in shapes:
-            return Layout(shapes[key])  # on every rank
+        index, name, shape = found
+        layer = self._layers[index]
+        if name in BASES and self._is_rescaled(layer):
+            return Layout(shape, absent=not self._computes(index))
         pool = self._homes()
-        home = pool.home_of(parameter)
-        return Layout(shapes[key], absent=home is not None and home != pool.rank)
+        home = pool.home_of(self._key(layer))
+        return Layout(shape, absent=home is not None and home != pool.rank)
+
+    def _computes(self, index: int) -> bool:
+        """Return whether this rank computes with a layer: with an expert of its own, or one that all have."""
+        return self._layers[index].weight not in self._dealt or any(index in own.layers for own in self._apart)
 
     def _homes(self) -> Pool:
         """The homes of layers: a weight's and its bias's are one, dealt out by the cost of inversions and products."""
         if self._pool is None:
-            parameters = [self._named[n] for layer in self._layers for n in (layer.weight, layer.bias) if n is not None]
-            pool = Pool({p: self.place(p) for p in parameters}, [0.0] * len(parameters))
-            homes = balanced([_cost(layer) for layer in self._layers], pool.num_ranks)
-            pool.homes = [h for layer, h in zip(self._layers, homes) for _ in range(1 + (layer.bias is not None))]
+            keys = [(name, layer.expert) for layer in self._layers for name in layer.parameters]
+            pool = Pool({key: self._layout_of(*key) for key in keys}, [0.0] * len(keys))
+            homes = self._dealt_homes(pool)
+            pool.homes = [home for layer, home in zip(self._layers, homes) for _ in layer.parameters]
             self._pool = pool
         return self._pool
+
+    def _layout_of(self, name: str, expert: int | None) -> Layout | Slice:
+        """Where the part of a parameter that is one layer's lies in itself."""
+        layout = self.place(self._named[name]).layout
+        return layout if expert is None else Slice(layout, expert)
+
+    def _dealt_homes(self, pool: Pool) -> list[int]:
+        """The home of each layer; of an expert that not all ranks have, one of those that have it."""
+        everyone = tuple(range(pool.num_ranks))
+        candidates: dict[tuple[int, ...], list[int]] = {}
+        ranks = everyone if pool.group is None else dist.get_process_group_ranks(pool.group)
+        held = {name: [own for (own,) in held_by([layout], ranks)] for name, layout in self._dealt.items()}
+        for index, layer in enumerate(self._layers):
+            those = everyone
+            if layer.weight in held:
+                those = tuple(rank for rank, (own, *_) in enumerate(held[layer.weight]) if _is_in(layer.expert, own))
+            candidates.setdefault(those, []).append(index)
+        loads, homes = [0.0] * pool.num_ranks, [0] * len(self._layers)
+        for those, indices in sorted(candidates.items(), key=lambda pair: len(pair[0])):
+            costs = [_cost(self._layers[index]) for index in indices]
+            for index, cost, place in zip(indices, costs, balanced(costs, len(those), [loads[r] for r in those])):
+                homes[index] = those[place]
+                loads[homes[index]] += cost
+        return homes
 
     def _num_steps(self) -> int:
         weights = (self._named[layer.weight] for layer in self._layers)
@@ -292,19 +379,49 @@ class KFAC(ShardedOptimizer):
         """All-reduce what all ranks have seen; homes take it into their running means."""
         pool, observer = self._homes(), self._observer
         assert observer is not None
+        together = [index for index, layer in enumerate(observer.layers) if layer.weight not in self._dealt]
+        message = self._summed(together, pool.group if pool.num_ranks > 1 else None)
+        items = message[-1].clamp(min=1)
+        of_layers = self._by_layer(message, together)
+        if self._stages is not None:
+            for index, sums in sorted(zip(together, of_layers), key=lambda pair: observer.layers[pair[0]].weight):
+                self._stages.add(observer.layers[index].weight, sums)
+        failed = self._take_means(together, of_layers, items)
+        if self._stages is None:
+            self.fallbacks += failed
+        elif pool.rank == 0:
+            self._stage_fallbacks = failed  # the last message adds up those of all stages
+        for own in self._apart:
+            sums = self._by_layer(self._summed(own.layers, own.sums), own.layers)
+            at_home = [i for i in own.layers if pool.home_of(self._key(self._layers[i])) in (None, pool.rank)]
+            taken = dict(zip(own.layers, sums))
+            self._fallbacks_apart += self._take_means(at_home, [taken[i] for i in at_home], items)
+        observer.clear()
+
+    def _summed(self, indices: Sequence[int], group: ProcessGroup | None) -> Tensor:
+        """What the ranks of a group have seen of some layers, and the number of items."""
+        observer, pool = self._observer, self._homes()
+        assert observer is not None
         dtype = wide_dtype(next(iter(self._named.values())).dtype)
         device = pool.device if pool.num_ranks > 1 else self._named[self._layers[0].weight].device
-        message = observer.message(device, dtype)
-        if pool.num_ranks > 1:
-            dist.all_reduce(message, group=pool.group)
-        items, sizes = message[-1].clamp(min=1), iter(observer.sizes())
-        of_uses = [[next(sizes) for _ in layer.uses] for layer in observer.layers]
-        of_layers = message[:-1].split([sum(map(sum, of_layer)) for of_layer in of_uses])
-        if self._stages is not None:
-            for layer, sums in sorted(zip(observer.layers, of_layers), key=lambda pair: pair[0].weight):
-                self._stages.add(layer.weight, sums)
-        fine = []
-        for layer, sums, of_layer in zip(self._layers, of_layers, of_uses):
+        message = observer.message(device, dtype, indices)
+        if group is not None:
+            dist.all_reduce(message, group=group)
+        return message
+
+    def _by_layer(self, message: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        observer = self._observer
+        assert observer is not None
+        return list(message[:-1].split([sum(map(sum, of_layer)) for of_layer in observer.sizes(indices)]))
+
+    def _take_means(self, indices: Sequence[int], of_layers: Sequence[Tensor], items: Tensor) -> int:
+        """Take sums into the running means of those layers that are this rank's.  Returns how many were not finite."""
+        observer, failed = self._observer, 0
+        assert observer is not None
+        for index, sums, of_layer in zip(indices, of_layers, observer.sizes(indices), strict=True):
+            layer = observer.layers[index]
+            if layer.weight not in self._named:
+                continue  # another stage's
             pairs, squares, was_seen = [], None, False
             for use, of_use, size in zip(layer.uses, sums.split(list(map(sum, of_layer))), of_layer):
                 inputs, cases, gradients, own_squares = of_use.split(size)
@@ -312,20 +429,16 @@ class KFAC(ShardedOptimizer):
                 pair = inputs / cases.clamp(min=1), gradients / items
                 pairs.append(pair if use.inputs_first else pair[::-1])
                 squares = own_squares / items if own_squares.numel() else None
-            if was_seen:
-                fine.append(self._average(layer, pairs, squares))
-        observer.clear()
-        if self._stages is None:
-            self.fallbacks += len(fine) - sum(fine)
-        elif pool.rank == 0:
-            self._stage_fallbacks = len(fine) - sum(fine)  # the last message adds up those of all stages
+            failed += was_seen and not self._average(layer, pairs, squares)
+        return failed
 
     def _average(self, layer: Layer, pairs: list[tuple[Tensor, Tensor]], squares: Tensor | None) -> bool:
         """Running means of one layer's factors, at its home.  Returns whether they were finite, alike on all ranks."""
         if not all(bool(f.isfinite().all()) for pair in pairs for f in pair):
             return False
         weight = self._named[layer.weight]
-        state = self._ensure_state(weight, self._options_of(weight))
+        self._ensure_state(weight, self._options_of(weight))
+        state = self._state_of(layer)
         if not state["updates"].numel():
             return True
         r_shape, c_shape = layer.factor_shapes()
@@ -343,29 +456,59 @@ class KFAC(ShardedOptimizer):
 
     def _step_layers(self, held: dict[int, tuple[Held, Batch]], inverts: bool) -> None:
         pool = self._homes()
-        present = {pool.index[h.parameter]: (h, batch) for h, batch in held.values()}
+        of = {self._names[h.parameter]: (h, batch) for h, batch in held.values()}
+        keys = [(name, layer.expert) for layer in self._layers for name in layer.parameters if name in of]
+        present = {pool.index[key]: key for key in keys}
         dtype = wide_dtype(next(iter(held.values()))[0].value.dtype)
+
+        def gradient(index: int) -> Tensor:
+            return self._own_part(present[index], of[present[index][0]][0].grad)
+
         if pool.num_ranks > 1:
             there, back = ([p for p in way if p.matrix in present] for way in pool.ways())
-            wholes = _assembled(_Message(pool, there, lambda p: present[p.matrix][0].grad, dtype).wait(), pool)
+            wholes = _assembled(_Message(pool, there, lambda p: gradient(p.matrix), dtype).wait(), pool)
         else:
             there, back = [], []
-            wholes = {index: h.grad.to(dtype) for index, (h, _) in present.items()}
+            wholes = {index: gradient(index).to(dtype) for index in present}
         updates: dict[int, Tensor] = {}
-        sums = [0.0, 0.0]
+        sums = [0.0, float(self._fallbacks_apart)]
+        self._fallbacks_apart = 0
         for layer in self._layers:
-            weight = pool.index[self._named[layer.weight]]
+            weight = pool.index[self._key(layer)]
             if weight not in wholes:
                 continue
-            bias = None if layer.bias is None else pool.index[self._named[layer.bias]]
+            bias = None if layer.bias is None else pool.index[layer.bias, layer.expert]
             product, failed = self._layer_update(layer, wholes, weight, bias, updates, inverts)
             sums = [sums[0] + product, sums[1] + failed]
-        came = [(p.matrix, p, u) for p, u in _Message(pool, back, lambda p: p.of(updates[p.matrix]), dtype).wait()] \
-            if pool.num_ranks > 1 else [(index, None, update) for index, update in updates.items()]  # fmt: skip
+        came = [(p.matrix, u) for p, u in _Message(pool, back, lambda p: p.of(updates[p.matrix]), dtype).wait()] \
+            if pool.num_ranks > 1 else list(updates.items())  # fmt: skip
         shrink = self._last_message(pool, sums, inverts, next(iter(held.values()))[1].options)
-        for index, _, update in came:
-            h, batch = present[index]
-            self._move(h, update.to(h.value.device).view(h.value.shape) * shrink, batch.options)
+        whole_updates: dict[str, Tensor] = {}
+        for index, update in came:
+            (name, expert), h = present[index], of[present[index][0]][0]
+            update = update.to(h.value.device)
+            if expert is None:
+                whole_updates[name] = update.view(h.value.shape)
+                continue
+            if name not in whole_updates:
+                whole_updates[name] = torch.zeros_like(h.value, dtype=dtype)
+            own = self._own_part((name, expert), whole_updates[name])
+            own.copy_(update.view(own.shape))
+        for name, update in whole_updates.items():
+            h, batch = of[name]
+            self._move(h, update * shrink, batch.options)
+
+    def _key(self, layer: Layer) -> tuple[str, int | None]:
+        """What its weight is called among the matrices that go home."""
+        return layer.weight, layer.expert
+
+    def _own_part(self, key: tuple[str, int | None], value: Tensor) -> Tensor:
+        """Of what this rank has of a parameter, or of a gradient of it, what is one layer's."""
+        pool = self._homes()
+        where = pool.layouts[pool.index[key]]
+        if isinstance(where, Layout):
+            return value
+        return value[:0] if where.place is None else value[where.place]
 
     def _layer_update(
         self, layer: Layer, wholes: dict[int, Tensor], weight: int, bias: int | None, updates: dict[int, Tensor],
@@ -373,7 +516,7 @@ class KFAC(ShardedOptimizer):
     ) -> tuple[float, float]:  # fmt: skip
         """At home: P of one layer, put into `updates`.  Returns V . P, and whether an inversion failed."""
         parameter = self._named[layer.weight]
-        state, whole = self.state[parameter], wholes[weight].to(parameter.device)
+        state, whole = self._state_of(layer), wholes[weight].to(parameter.device)
         own_bias = None
         if bias is not None:
             own_bias = wholes[bias].to(whole) if bias in wholes else whole.new_zeros(self._bias_shape(layer))
@@ -389,7 +532,7 @@ class KFAC(ShardedOptimizer):
         elif self.defaults["method"] == "inverse":
             update = times(state["row_inverse"], gradient, state["column_inverse"])
         else:
-            update = self._in_basis(layer, state, gradient)
+            update = self._in_basis(state, gradient)
         if not bool(update.isfinite().all()):
             update, failed = torch.zeros_like(gradient), 1.0
         updates[weight], of_bias = layer.parted(update, tuple(whole.shape))
@@ -400,7 +543,7 @@ class KFAC(ShardedOptimizer):
     def _bias_shape(self, layer: Layer) -> tuple[int, ...]:
         """The whole shape of a layer's bias."""
         assert layer.bias is not None
-        return self.place(self._named[layer.bias]).layout.shape
+        return self._layout_of(layer.bias, layer.expert).shape
 
     def _is_inverted(self, state: dict[str, Any]) -> bool:
         key = "row_inverse" if self.defaults["method"] == "inverse" else "row_basis"
@@ -426,7 +569,7 @@ class KFAC(ShardedOptimizer):
             state["row_values"].copy_(row_values)
             state["column_values"].copy_(column_values)
 
-    def _in_basis(self, layer: Layer, state: dict[str, Any], gradient: Tensor) -> Tensor:
+    def _in_basis(self, state: dict[str, Any], gradient: Tensor) -> Tensor:
         scales = state["scales"] if "scales" in state else state["row_values"][:, None] * state["column_values"]
         turned = into_basis(gradient, state["row_basis"], state["column_basis"])
         turned /= scales + self.defaults["damping"]
@@ -434,8 +577,8 @@ class KFAC(ShardedOptimizer):
 
     def _last_message(self, pool: Pool, sums: list[float], inverts: bool, options: dict[str, Any]) -> float:
         """The sums of V . P and of failures over all homes; EKFAC's bases go along.  Returns nu."""
-        rescaled = [(i, layer) for i, layer in enumerate(self._layers) if inverts and self._is_rescaled(layer)]
-        states = [self.state[self._named[layer.weight]] for _, layer in rescaled]
+        rescaled = [i for i, layer in enumerate(self._layers) if inverts and self._is_rescaled(layer)]
+        together = [i for i in rescaled if self._layers[i].weight not in self._dealt]
         device, dtype = pool.device, wide_dtype(next(iter(self._named.values())).dtype)
         first, start = torch.tensor(sums, dtype=dtype, device=device), 2
         if self._stages is not None:
@@ -443,28 +586,40 @@ class KFAC(ShardedOptimizer):
             self._stage_fallbacks = 0
             dist.all_reduce(first)
             sums, first, start = first.tolist(), first[:0], 0
-        if pool.num_ranks > 1 and (rescaled or (options["kl_clip"] is not None and self._stages is None)):
-            keys = ("row_basis", "column_basis")
-            mine = [pool.home_of(self._named[layer.weight]) == pool.rank for _, layer in rescaled]
-            parts = [s[key].flatten() * own for s, own in zip(states, mine) for key in keys]
-            message = torch.cat([first, *(part.to(device) for part in parts)])
+        if pool.num_ranks > 1 and (together or (options["kl_clip"] is not None and self._stages is None)):
+            message = torch.cat([first, *self._own_bases(pool, together)])
             dist.all_reduce(message, group=pool.group)
             sums = message[:start].tolist() or sums
-            for state in states:
-                for key in keys:
-                    state[key].copy_(message[start : start + state[key].numel()].view(state[key].shape))
-                    start += state[key].numel()
+            self._take_bases(together, message[start:])
+        for own in self._apart:
+            mine = [index for index in own.layers if index in rescaled]
+            groups = [group for group in (own.sums, own.alike) if group is not None]
+            if mine and groups:
+                message = torch.cat(self._own_bases(pool, mine))
+                for group in groups:
+                    dist.all_reduce(message, group=group)
+                self._take_bases(mine, message)
         self._show_bases()
         self.fallbacks += int(sums[1])
         clip, squared = options["kl_clip"], options["lr"] ** 2 * sums[0]
         return 1.0 if clip is None or squared <= clip else math.sqrt(clip / squared)
 
+    def _own_bases(self, pool: Pool, indices: Sequence[int]) -> list[Tensor]:
+        """The bases of layers whose home this is, and zeros of others."""
+        states = [(self._state_of(self._layers[i]), pool.home_of(self._key(self._layers[i]))) for i in indices]
+        return [s[key].flatten().to(pool.device) * (home == pool.rank) for s, home in states for key in BASES]
+
+    def _take_bases(self, indices: Sequence[int], message: Tensor) -> None:
+        bases = [self._state_of(self._layers[index])[key] for index in indices for key in BASES]
+        for basis, came in zip(bases, message.split([basis.numel() for basis in bases]), strict=True):
+            basis.copy_(came.view(basis.shape))
+
     def _show_bases(self) -> None:
         """Have the squares of gradients summed up in the bases that there are."""
         assert self._observer is not None
         for index, layer in enumerate(self._layers):
-            state = self.state[self._named[layer.weight]]
-            if self._is_rescaled(layer) and state and bool(state["row_basis"].any()):
+            state = self._state_of(layer) if self._is_rescaled(layer) else {}
+            if state and bool(state["row_basis"].any()):
                 self._observer.bases[index] = state["row_basis"], state["column_basis"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -501,33 +656,12 @@ def _cost(layer: Layer) -> float:
     return sum(float(size**3) for size, short in zip(layer.shape, layer.diagonal) if not short) + float(m * n * (m + n))
 
 
+def _is_in(expert: int | None, stretches: tuple[range, ...]) -> bool:
+    return any(expert in held for held in stretches)
+
+
 def _basis_shape(factor: tuple[int, ...]) -> tuple[int, ...]:
     return factor if len(factor) == 2 else (0,)
-
-
-def _cut_of(use: Use, layer: Layer, named: Mapping[str, Tensor], table: Mapping[str, Any] | None) -> Cut | GridCut:
-    """How ranks share a layer in forwards.  Raises UserError for ways that its sums cannot be made on."""
-    if table is None:
-        return Cut()
-    row = table[layer.weight]
-    mesh = row.layout.mesh if row.layout.mesh is not None else layout_of(named[layer.weight]).mesh
-    if not isinstance(mesh, DeviceMesh):
-        return Cut()
-    names = [axis for axis in tensor_names(mesh) if axis in (mesh.mesh_dim_names or ())]
-    copies = math.prod(axis_size(mesh, axis) for axis in names)
-    if copies == 1:
-        return Cut()
-    if row.layout.cuts:
-        if names != ["tp"]:
-            return GridCut(copies, row.layout)
-        (_, dim), *_ = row.layout.cuts
-        return Cut(copies, row.layout, dim, row.layout.axis_group("tp"))
-    if {*names} & {*row.partial}:
-        raise UserError(
-            f"kfac: {use.name or 'the model'} computes on each rank's part of the batch, of which some may be filled "
-            f"up; leave it out: --optim.exclude '{use.name}', or use --mesh.tp 1"
-        )
-    return Cut(copies)
 
 
 def _check(
@@ -597,18 +731,39 @@ class KfacConfig(OptimConfig):
 
 def _state_bytes(config: KfacConfig, part: Part) -> int:
     """Of a matrix with a bias, of tables as if they were a head, too; of others two moments, which is no less."""
-    if part.role not in ("matrix", "kernel", "outer", "head", "embedding"):
+    if part.role not in FACTORED:
         return 2 * part.num_bytes
-    sides = part.whole[0], math.prod(part.whole[1:]) + 1
-    packed_elements = sum(n if n > config.max_dim else n * (n + 1) // 2 for n in sides)
+    count, sides = _matrices(part)
     dense_elements = sum(n if n > config.max_dim else n * n for n in sides)
     more = {"inverse": 0, "eigen": sum(sides), "ekfac": math.prod(sides)}[config.method]
-    at_home = part.wide_bytes * (packed_elements + dense_elements + more)
+    at_home = count * part.wide_bytes * (_packed_elements(config, sides) + dense_elements + more)
     return (part.num_bytes if config.momentum else 0) + -(-at_home // part.ranks)
+
+
+def _beside_bytes(config: KfacConfig, part: Part) -> int:
+    """See `KFAC.beside_bytes`, of which the widest factor is left out; of a stack the matrices that the part has."""
+    if part.role not in FACTORED:
+        return 0
+    count, sides = _matrices(part)
+    turned = config.method == "ekfac" and max(sides) <= config.max_dim
+    sums = _packed_elements(config, sides) + turned * math.prod(sides)
+    return count * part.wide_bytes * (2 * sums + turned * sum(n * n for n in sides))
+
+
+def _matrices(part: Part) -> tuple[int, tuple[int, int]]:
+    """How many a parameter is, and their sides with a bias."""
+    count, (rows, *columns) = (part.whole[0], part.whole[1:]) if part.role == "experts" else (1, part.whole)
+    return count, (rows, math.prod(columns) + 1)
+
+
+def _packed_elements(config: KfacConfig, sides: tuple[int, int]) -> int:
+    return sum(n if n > config.max_dim else n * (n + 1) // 2 for n in sides)
 
 
 def _build(config: KfacConfig, masters: Mapping[str, Tensor]) -> KFAC:
     return KFAC(masters, lr=config.lr, **own_values(config))
 
 
-SPEC = OptimizerSpec(KfacConfig, _state_bytes, _build, sized_by=("momentum", "method", "max_dim"), looks=True)
+SPEC = OptimizerSpec(
+    KfacConfig, _state_bytes, _build, ("momentum", "method", "max_dim"), beside_bytes=_beside_bytes, looks=True
+)

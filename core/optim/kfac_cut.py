@@ -6,24 +6,29 @@
               between them put both together when the gradient comes, one message, and each goes on with its part of
               the cases
     a head    its loss shows it the gradients of logits chunk by chunk, of a loss whose own gradient comes last
+    a router  ranks have the same rows of inputs, and parts of one gradient: their sum is the gradient, one message
+    experts   ranks have the same rows, of which each knows all once features are put together
 
 What ranks hold alike counts once. A sequence, or a batch, that the ranks do not divide is filled up with places that
 are not counted; no gradient comes to them.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from core.compat import root_of
 from core.config import UserError
-from core.layout import Layout, largest_share, shares
-from core.mesh import GRID_AXES
-from core.optim.kfac_layers import Sharing, Use
+from core.layout import Layout, Slice, largest_share, layout_of, shares
+from core.mesh import GRID_AXES, AnyMesh, axis_group, axis_index, axis_size, gradient_axis
+from core.optim.kfac_layers import Layer, Sharing, Use
 from core.optim.sharded import wide_dtype
 
 DEPTH: str = GRID_AXES[0]
@@ -87,16 +92,24 @@ class View(Protocol):
 class Cut:
     """How ranks of one axis share a layer.
 
-    copies  ranks of them, 1: none
-    layout  of the weight in forwards
-    dim     of the weight that is cut; None: it is whole on each
-    group   those ranks
+    copies   ranks of them, 1: none
+    layout   of the weight in forwards; of a stack's, of one matrix
+    dim      of the weight that is cut; None: it is whole on each
+    group    those ranks
+    share    that this rank's sums have in those of all; None: 1 / copies
+    partial  ranks that have parts of one gradient of the outputs
+    rows_of  rows of a microbatch -> how many of those that the layer is given are some; None: all
+    parts_rows  whether a rank may have a part of each row's sequence
     """
 
     copies: int = 1
     layout: Layout | None = None
     dim: int | None = None
     group: ProcessGroup | None = None
+    share: float | None = None
+    partial: ProcessGroup | None = None
+    rows_of: Callable[[int], int] | None = None
+    parts_rows: bool = False
 
     def view(self, use: Use, x: Tensor, y: Tensor, rows: int, length: int | None) -> View:
         return _OneAxis(self, use, x, y, rows, length)
@@ -136,14 +149,22 @@ class _OneAxis:
     def __init__(self, cut: Cut, use: Use, x: Tensor, y: Tensor, rows: int, length: int | None):
         self.cut, self.use, self.rows = cut, use, rows
         self.part: slice | None = None
-        self.share = 1 / cut.copies
+        self.share = 1 / cut.copies if cut.share is None else cut.share
         if cut.copies > 1:
             x = self._with_all_features(x, y, length)
-        self.inputs: Whole | None = Whole(x, rows, self.share)
+        if cut.rows_of is not None:
+            self.rows = cut.rows_of(rows)
+            x = x[: self.rows]
+        self.inputs: Whole | None = Whole(x, self.rows, self.share)
 
     def arrived(self, gradient: Tensor) -> tuple[None, Whole]:
         if self.cut.cuts(self.use, "gradient"):
             gradient = self.cut.whole(gradient, 1 if self.use.kind == "conv" else -1)
+        if self.cut.partial is not None:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=self.cut.partial)
+        if self.cut.rows_of is not None:
+            gradient = gradient[: self.rows]
         gradient = gradient if self.part is None else gradient[:, self.part]
         return None, Whole(gradient, self.rows, self.share)
 
@@ -168,6 +189,120 @@ class _OneAxis:
             self.part = slice(0, length)
             return x[:, :length]
         return x
+
+
+def mesh_of(row: Any, parameter: Tensor) -> DeviceMesh | None:
+    """The mesh whose ranks share a parameter.  row: its `core.placement.table.Placed`"""
+    mesh = row.layout.mesh if row.layout.mesh is not None else layout_of(parameter).mesh
+    return mesh if isinstance(mesh, DeviceMesh) else None
+
+
+def tensor_ranks(mesh: AnyMesh | None) -> tuple[str, ...]:
+    """The axes of tensor parallelism that have several ranks."""
+    if mesh is None:
+        return ()
+    names = mesh.mesh_dim_names or ()
+    return tuple(axis for axis in ("tp", *GRID_AXES) if axis in names and axis_size(mesh, axis) > 1)
+
+
+def cut_of(use: Use, layer: Layer, parameter: Tensor, row: Any) -> "Cut | GridCut | None":
+    """How ranks share a layer in forwards; None of an expert that this rank does not have.
+
+    row  the `core.placement.table.Placed` of its weight; None: no ranks share it
+
+    Raises UserError for ways that its sums cannot be made on.
+    """
+    mesh = None if row is None else mesh_of(row, parameter)
+    if row is None or mesh is None:
+        return Cut()
+    names = tensor_ranks(mesh)
+    if use.kind == "experts":
+        return _cut_of_expert(layer, row.layout, tuple(axis for axis in names if axis not in row.layout.axes_of(0)))
+    copies = math.prod(axis_size(mesh, axis) for axis in names)
+    if copies == 1:
+        return Cut()
+    if row.layout.cuts:
+        if names != ("tp",):
+            return GridCut(copies, row.layout)
+        (_, dim), *_ = row.layout.cuts
+        return Cut(copies, row.layout, dim, row.layout.axis_group("tp"), parts_rows=True)
+    if {*names} & {*row.partial}:
+        if use.kind == "router":
+            return _cut_of_router(mesh, names)
+        raise UserError(
+            f"kfac: {use.name or 'the model'} computes on each rank's part of the batch, of which some may be filled "
+            f"up; leave it out: --optim.exclude '{use.name}', or use --mesh.tp 1"
+        )
+    return Cut(copies, parts_rows=True)
+
+
+def _cut_of_expert(layer: Layer, layout: Layout, alike: tuple[str, ...]) -> "Cut | None":
+    """alike: axes of tensor parallelism whose ranks have the same experts, and give them the same rows."""
+    assert layer.expert is not None
+    if Slice(layout, layer.expert).place is None:
+        return None
+    inner, copies = layout.within(), math.prod(layout.axis_size(axis) for axis in alike)
+    share = 1.0 if layout.axes_of(0) else None  # where experts are dealt out, ranks that are alike add nothing up
+    cuts = [(axis, dim) for axis, dim in inner.cuts if axis in alike]
+    if not cuts:
+        return Cut(copies, share=share, parts_rows=False)
+    [(axis, dim)] = cuts
+    return Cut(copies, inner, dim, inner.axis_group(axis), share, parts_rows=False)
+
+
+def _cut_of_router(mesh: DeviceMesh, names: tuple[str, ...]) -> "Cut":
+    """The ranks of tp, or of the columns of a grid, whose rows see other sequences."""
+    axis = "tp" if "tp" in names else PLANE[-1]
+    copies = axis_size(mesh, axis)
+    partial = axis_group(mesh, axis) if copies > 1 else None
+    rows_of = None if axis == "tp" else rows_on_grid(mesh)
+    return Cut(copies, partial=partial, rows_of=rows_of, parts_rows=axis == "tp")
+
+
+# --- experts that ranks have apart ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Layers of experts that this rank has and others have not.
+
+    layers  their places among all layers
+    sums    the ranks whose sums are added up, which route other rows to them; None: this one alone
+    alike   the ranks of tensor parallelism that then have the same; None: this one alone
+    """
+
+    layers: tuple[int, ...]
+    sums: ProcessGroup | None
+    alike: ProcessGroup | None
+
+
+def dealt_out(layers: Sequence[Layer], rows: Mapping[str, Any]) -> dict[str, Layout]:
+    """Weight -> layout in forwards of the stacks of which ranks have other matrices than others.
+
+    rows  weight -> its `core.placement.table.Placed`; None: no ranks share it
+    """
+    stacks = {layer.weight: rows[layer.weight] for layer in layers if layer.expert is not None}
+    return {name: row.layout for name, row in stacks.items() if row is not None and row.layout.axes_of(0)}
+
+
+def apart(layers: Sequence[Layer], dealt: Mapping[str, Layout]) -> list[Apart]:
+    """This rank's layers of those, by the axes over which they are dealt out."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    meshes: dict[tuple[str, ...], DeviceMesh] = {}
+    for index, layer in enumerate(layers):
+        layout = dealt.get(layer.weight)
+        if layout is not None and layer.expert is not None and Slice(layout, layer.expert).place is not None:
+            assert isinstance(layout.mesh, DeviceMesh)
+            axes = layout.axes_of(0)
+            meshes[axes] = root_of(layout.mesh)
+            found.setdefault(axes, []).append(index)
+    made = []
+    for axes, indices in found.items():
+        mesh = meshes[axes]
+        data, rest = gradient_axis(mesh, axes), [axis for axis in tensor_ranks(mesh) if axis not in axes]
+        sums = data.get_group() if data.size() > 1 else None
+        made.append(Apart(tuple(indices), sums, axis_group(mesh, rest[0]) if rest else None))
+    return made
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -251,6 +386,7 @@ class GridCut:
 
     copies: int
     layout: Layout
+    parts_rows: ClassVar[bool] = False
 
     @property
     def is_cube(self) -> bool:
@@ -362,3 +498,15 @@ class _HeadOnGrid(_OnGrid):
         squares = own.new_zeros(self.cut.layout.shape[self.output_dim])
         squares[self.cut.features(self.output_dim)] = own
         return inputs, Squares(squares)
+
+
+def rows_on_grid(mesh: AnyMesh) -> Callable[[int], int]:
+    """Rows of a microbatch -> those among this rank's of whole features that are none of what fills the batch up."""
+
+    def own(rows: int) -> int:
+        sizes = [axis_size(mesh, axis) for axis in (DEPTH, PLANE[0])]
+        size = largest_share(rows, sizes[0] * sizes[1])
+        place = axis_index(mesh, DEPTH) * sizes[1] + axis_index(mesh, PLANE[0])
+        return max(0, min(size, rows - place * size))
+
+    return own

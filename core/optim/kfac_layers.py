@@ -11,6 +11,14 @@ R is G and C is A where the outputs come first, and the other way round in Conv1
 positions (tokens, places of a picture), sharing="expand" takes each as a case of its own, and "reduce" the mean of a
 and the sum of g over a row first (Eschenhagen et al. 2023, arXiv:2311.00636, section 3).
 
+Of a stack of matrices (experts) each is a layer of its own, which sees the rows that were routed to it. Its A is a mean
+over these rows, and its G a sum over them, divided by the items of the whole batch:
+
+    F_e = sum over e's rows of (a a^T x g g^T) / items  ~  (sum a a^T / e's rows) x (sum g g^T / items)
+
+which is what the first two lines say with e's rows for all positions. An A over all rows would count twice how seldom
+an expert is chosen, and the step of an expert that sees one row in p would be p times too long.
+
 A weight that several modules share has a pair (R_u, C_u) of each use. Of their sum the product with the same partial
 traces is taken: R = sum_u R_u tr C_u / T, C = sum_u C_u tr R_u, with T = sum_u tr R_u tr C_u.
 
@@ -30,7 +38,7 @@ from torch import Tensor, nn
 from core.config import UserError
 
 Sharing = Literal["expand", "reduce"]
-Kind = Literal["linear", "conv", "conv1d", "embedding", "head"]
+Kind = Literal["linear", "conv", "conv1d", "embedding", "head", "router", "experts"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Layer:
     shape         of V
     uses          the modules that share the weight
     diagonal      whether R, and whether C, is a diagonal
+    expert        its place in the stack of matrices that weight and bias are; None: they are no stack
     """
 
     weight: str
@@ -60,10 +69,19 @@ class Layer:
     shape: tuple[int, int]
     uses: tuple[Use, ...]
     diagonal: tuple[bool, bool]
+    expert: int | None = None
 
     @property
     def inputs_first(self) -> bool:
         return self.uses[0].inputs_first
+
+    def key(self, name: str) -> str:
+        """The name of a state tensor among those of the weight."""
+        return name if self.expert is None else f"{name}.{self.expert}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of R and C: [n, n], or of a diagonal [n]."""
@@ -94,7 +112,16 @@ def kind_of(module: nn.Module) -> Kind | None:
     A head is a linear layer [V, D] with its loss, whose logits nobody holds: it calls its `show_gradients`, where that
     is set, with its inputs [B, L, D], a slice of their tokens, and the gradients [C, V] of these tokens' logits, of the
     sum of the losses that it returns.
+
+    A module of one's own says by an attribute `factored_as` that it is a
+
+    "router"   a linear layer without bias, to whose outputs ranks of tensor parallelism have parts of one gradient each
+    "experts"  linear layers weight[E, O, I], bias[E, O], called with rows [A, I], those of one matrix after those of
+               another, and how many each has, int64[E]; what lies behind these is none
     """
+    named = getattr(module, "factored_as", None)
+    if named in ("router", "experts"):
+        return named
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Conv1d | nn.Conv2d):
@@ -125,7 +152,7 @@ def find_layers(
     exclude  patterns of names of modules that are left out
 
     A parameter that also a module of another kind has (one's own) is no layer's. Raises UserError for stacks of
-    matrices that are not left out.
+    matrices that are not left out, and whose module does not say which rows each has.
     """
     names: dict[int, str] = {}
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -147,7 +174,11 @@ def find_layers(
         if len(uses) == 1 and uses[0].kind != "embedding":
             own = uses[0].module._parameters.get("bias")
             bias = names.get(id(own)) if own is not None and len(owners[id(own)]) == 1 else None
-        found.append(_layer(name, bias, shapes[name], tuple(uses), max_dim))
+        if uses[0].kind == "experts":
+            stack = shapes[name]
+            found += [_layer(name, bias, stack[1:], tuple(uses), max_dim, expert) for expert in range(stack[0])]
+        else:
+            found.append(_layer(name, bias, shapes[name], tuple(uses), max_dim))
     return found
 
 
@@ -161,20 +192,23 @@ def _refuse_stacks(
     for key, name in names.items():
         (prefix, module, _), *_ = owners[key]
         is_stack = len(shapes[name]) == 3 and shapes[name][0] > 1
-        is_kernel = isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
-        if is_stack and not is_kernel and not any(fnmatchcase(prefix, pattern) for pattern in exclude):
+        is_known = isinstance(module, nn.Conv1d | nn.ConvTranspose1d) or kind_of(module) == "experts"
+        if is_stack and not is_known and not any(fnmatchcase(prefix, pattern) for pattern in exclude):
             raise UserError(
-                f"kfac: {name} is a stack of {shapes[name][0]} matrices, each of which sees rows of its own, and "
-                f"factors are of layers that see all; leave it to AdamW, as what else is: --optim.exclude … '{prefix}'"
+                f"kfac: {name} is a stack of {shapes[name][0]} matrices, and {type(module).__name__} does not say "
+                "which rows each of them sees, as core.nn.experts.GroupedLinear does; leave it to AdamW, as what else "
+                f"is: --optim.exclude … '{prefix}'"
             )
 
 
-def _layer(name: str, bias: str | None, whole: tuple[int, ...], uses: tuple[Use, ...], max_dim: int) -> Layer:
+def _layer(
+    name: str, bias: str | None, whole: tuple[int, ...], uses: tuple[Use, ...], max_dim: int, expert: int | None = None
+) -> Layer:
     rows, columns = whole[0], prod(whole[1:])
     if bias is not None:
         rows, columns = (rows + 1, columns) if uses[0].inputs_first else (rows, columns + 1)
     looked_up = all(use.kind == "embedding" for use in uses)
-    return Layer(name, bias, (rows, columns), uses, (looked_up or rows > max_dim, columns > max_dim))
+    return Layer(name, bias, (rows, columns), uses, (looked_up or rows > max_dim, columns > max_dim), expert)
 
 
 # --- rows of inputs and gradients -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,23 +54,36 @@ class Seen:
 class Observer:
     """The sums of a model's layers since the last `clear`; fp32 or wider.
 
-    cuts   of each use of each layer
-    bases  layer -> (Q_R, Q_C), of the layers whose squares in a basis are summed, too
+    cuts    of each use of each layer; None of an expert that this rank does not have
+    copies  ranks that see the same items
+    bases   layer -> (Q_R, Q_C), of the layers whose squares in a basis are summed, too
+    rows    the most that a layer was given in the last recording
     """
 
-    def __init__(self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut | GridCut]], sharing: Sharing):
+    def __init__(
+        self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut | GridCut | None]], sharing: Sharing, copies: int = 1
+    ):
         self.layers = layers
         self.sharing: Sharing = sharing
-        self._copies = max(cut.copies for of_layer in cuts for cut in of_layer)
+        self._copies = copies
+        self.rows = 0
         self.bases: dict[int, tuple[Tensor, Tensor]] = {}
         self.items = 0.0
         self.seen: dict[tuple[int, int], Seen] = {}
         self.shown: dict[tuple[int, int], Shown] = {}
         self._recording: _Recording | None = None
         own = weakref.ref(self)
+        stacks: dict[str, list[int]] = {}
         for index, layer in enumerate(layers):
             for use_index, use in enumerate(layer.uses):
                 cut = cuts[index][use_index]
+                if cut is None:
+                    continue
+                if isinstance(cut, Cut) and layer.expert is not None:
+                    stacks.setdefault(layer.weight, []).append(index)
+                    if len(stacks[layer.weight]) == 1:
+                        use.module.register_forward_hook(_stack_hook(own, stacks[layer.weight], use, cut))
+                    continue
                 hook = _hook(own, (index, use_index), layer, use, cut)
                 use.module.register_forward_hook(hook, with_kwargs=True)
                 if use.kind == "head":
@@ -85,26 +99,28 @@ class Observer:
         """Surround a forward; gradients are taken whenever they come. Yields the outputs of its layers."""
         before, self._recording = self._recording, _Recording(rows, factor, length, [])
         self.items += items
+        self.rows = 0
         try:
             yield self._recording.outputs
         finally:
             self._recording = before
 
-    def sizes(self) -> list[tuple[int, int, int, int]]:
-        """Elements of a use's sums in a message: inputs, their number, gradients, squares; use by use."""
+    def sizes(self, indices: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
+        """Elements of sums in a message: inputs, their number, gradients, squares; of each use of some layers."""
         found = []
-        for index, layer in enumerate(self.layers):
+        for index in indices:
+            layer = self.layers[index]
             r, c = map(packed_size, layer.factor_shapes())
             squares = layer.shape[0] * layer.shape[1] if index in self.bases else 0
-            found += [(r, 1, c, squares) if use.inputs_first else (c, 1, r, squares) for use in layer.uses]
+            found.append([(r, 1, c, squares) if use.inputs_first else (c, 1, r, squares) for use in layer.uses])
         return found
 
-    def message(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """All sums one behind the other, and the number of items; zeros of what was not used."""
-        parts, sizes = [], iter(self.sizes())
-        for index, layer in enumerate(self.layers):
-            for use_index in range(len(layer.uses)):
-                seen, size = self.seen.get((index, use_index)), next(sizes)
+    def message(self, device: torch.device, dtype: torch.dtype, indices: Sequence[int]) -> Tensor:
+        """All sums of some layers one behind the other, and the number of items; zeros of what was not used."""
+        parts = []
+        for index, of_layer in zip(indices, self.sizes(indices), strict=True):
+            for use_index, size in enumerate(of_layer):
+                seen = self.seen.get((index, use_index))
                 if seen is None:
                     parts.append(torch.zeros(sum(size), device=device, dtype=dtype))
                 else:
@@ -116,8 +132,8 @@ class Observer:
         return torch.cat([*parts, torch.tensor([self.items / self._copies], device=device, dtype=dtype)])
 
     def sharing_of(self, use: Use) -> Sharing:
-        """Looked-up rows are cases of their own: their mean is none of the table's."""
-        if use.kind == "embedding":
+        """Looked-up rows are cases of their own: their mean is none of the table's. So are those of an expert."""
+        if use.kind in ("embedding", "experts"):
             return "expand"
         return self.sharing
 
@@ -135,18 +151,15 @@ class Observer:
                     "for here; use --optim.fisher sampled or empirical"
                 )
             x = x[:, : y.shape[1]]
-        if not y.requires_grad:
-            raise UserError(
-                f"kfac: {use.name or 'the model'} is computed without a graph, and no gradient comes to it; use "
-                "--recompute.mode none or full, or leave it out: --optim.exclude"
-            )
+        _require_graph(use, y)
+        self.rows = max(self.rows, len(x))
         rows = now.rows if now.rows is not None else len(x)
-        if isinstance(cut, Cut) and rows and x.shape[0] % rows:
+        if isinstance(cut, Cut) and cut.rows_of is None and rows and x.shape[0] % rows:
             raise UserError(
                 f"kfac: {use.name} is given {x.shape[0]} rows of a microbatch of {rows}, and what it does to all of "
                 f"them at once has no factors; leave it out: --optim.exclude '{use.name}'"
             )
-        if isinstance(cut, GridCut) and now.rows is None:
+        if (isinstance(cut, GridCut) or cut.rows_of is not None) and now.rows is None:
             raise UserError("kfac: on a grid of tensor parallelism give observe, or recording, the rows of the batch")
         view = cut.view(use, x, y, rows, now.length) if shown is None else cut.head_view(use, shown, rows)
         summed = _Summed(self, key, layer, use, y)
@@ -171,6 +184,34 @@ class Observer:
 
         y.register_hook(arrived)
 
+    @torch.no_grad()
+    def take_stack(self, indices: Sequence[int], use: Use, cut: Cut, x_AI: Tensor, rows_E: Tensor, y: Tensor) -> None:
+        """The same of the experts that this rank has, of which each is a layer, and a module's inputs their rows."""
+        now = self._recording
+        assert now is not None
+        _require_graph(use, y)
+        counts = rows_E.tolist()
+        parts = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+        view = cut.view(use, x_AI, y, len(x_AI), None)
+        summed = [_Summed(self, (index, 0), self.layers[index], use, y) for index in indices]
+        assert view.inputs is not None
+        for one, part in zip(summed, parts, strict=True):
+            one.take_inputs(_rows(view.inputs, part))
+        now.outputs.append(y)
+        observer, factor, kept = weakref.ref(self), now.factor, x_AI.detach()[:0]
+
+        def arrived(gradient: Tensor) -> None:
+            own = observer()
+            if own is None or own.seen.get((indices[0], 0)) is not summed[0].seen:
+                return
+            with torch.no_grad():
+                _, came = view.arrived(gradient)
+                assert isinstance(came, Whole)
+                for one, part in zip(summed, parts, strict=True):
+                    one.take_gradient(_rows(came, part), kept, factor)
+
+        y.register_hook(arrived)
+
     def oriented(self, index: int) -> tuple[Any, Any]:
         """The bases of a layer's inputs and gradients; None where there are none."""
         q_r, q_c = self.bases.get(index, (None, None))
@@ -185,7 +226,8 @@ class _Summed:
         self.sharing: Sharing = observer.sharing_of(use)
         self.sizes = layer.shape if use.inputs_first else layer.shape[::-1]
         self.diagonal = layer.diagonal if use.inputs_first else layer.diagonal[::-1]
-        self.bases = observer.oriented(key[0])
+        bases = observer.oriented(key[0])
+        self.bases = bases if bases[0] is None else tuple(basis.to(y.device) for basis in bases)
         self.projected: Tensor | None = None
         if key not in observer.seen:
             factors = ((n,) if short else (n, n) for n, short in zip(self.sizes, self.diagonal))
@@ -229,6 +271,28 @@ def _hook(own: Any, key: tuple[int, int], layer: Layer, use: Use, cut: Cut | Gri
             observer.take(key, layer, use, cut, next(iter((*args, *named.values()))), y)
 
     return hook
+
+
+def _stack_hook(own: Any, indices: Sequence[int], use: Use, cut: Cut) -> Callable[..., None]:
+    def hook(module: Any, args: tuple[Tensor, Tensor], y: Tensor) -> None:
+        observer = own()
+        if observer is not None and observer._recording is not None and torch.is_grad_enabled():
+            observer.take_stack(indices, use, cut, *args, y)
+
+    return hook
+
+
+def _require_graph(use: Use, y: Tensor) -> None:
+    """Raises UserError for outputs that no gradient comes to."""
+    if not y.requires_grad:
+        raise UserError(
+            f"kfac: {use.name or 'the model'} is computed without a graph, and no gradient comes to it; use "
+            "--recompute.mode none or full, or leave it out: --optim.exclude"
+        )
+
+
+def _rows(whole: Whole, part: slice) -> Whole:
+    return Whole(whole.value[part], part.stop - part.start, whole.share)
 
 
 def _shows(own: Any, key: tuple[int, int], layer: Layer) -> Callable[[Tensor, slice, Tensor], None]:

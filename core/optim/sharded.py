@@ -14,7 +14,7 @@ Every rank that shares parameters must take part in a step with the same of them
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar
@@ -197,6 +197,21 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         self._update(self._batches(None if only is None else {id(parameter) for parameter in only}))
         return loss
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that it takes of the device where the model computes, wherever its state lies."""
+        return 0
+
+    def take_over(self, found: Mapping[Tensor, Tensor]) -> None:
+        """Put other tensors in the place of parameters; their state is not moved.
+
+        found  parameter -> what takes its place; others stay
+        """
+        self.param_groups = [
+            {**group, "params": [found.get(parameter, parameter) for parameter in group["params"]]}
+            for group in self.param_groups
+        ]
 
     def init_state(self) -> None:
         """Make the state of every parameter that has none, as it is before the first step."""

@@ -16,3 +16,8 @@ def state_bytes(
 ) -> int:
     """Bytes that the state of one parameter takes on a rank; arguments as of `Part`, `whole` by default `shape`."""
     return OPTIMIZERS[config.name].state_bytes(config, Part(shape, whole or shape, wide_bytes, role, ranks))
+
+
+def beside_bytes(config: OptimConfig, whole: tuple[int, ...], wide_bytes: int, role: Role) -> int:
+    """Bytes of the device where the model computes that it takes for one parameter, wherever the state lies."""
+    return OPTIMIZERS[config.name].beside_bytes(config, Part(whole, whole, wide_bytes, role))

@@ -123,6 +123,7 @@ class OptimizerSpec:
     state_bytes  bytes that it keeps of one parameter on a rank, step counters left out
     build        the optimizer over local tensors that say where they lie (`core.layout`)
     sized_by     options that the size of the state depends on
+    beside_bytes what it takes for one parameter of the device where the model computes, wherever its state lies
     looks        whether it looks at the model beside gradients, and is to `watch` it first
     """
 
@@ -130,6 +131,7 @@ class OptimizerSpec:
     state_bytes: Callable[[Any, Part], int]
     build: Callable[[Any, Mapping[str, Tensor]], torch.optim.Optimizer]
     sized_by: tuple[str, ...] = ()
+    beside_bytes: Callable[[Any, Part], int] = lambda config, part: 0
     looks: bool = False
 
     @property

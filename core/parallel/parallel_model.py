@@ -12,7 +12,7 @@ A step is
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -179,6 +179,10 @@ class ParallelModel(ABC):
 
         sample  draws a step's microbatches; None: nothing is known of it
         """
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Surround a backward between two steps that leaves no gradient in any parameter, and the like forwards."""
+        return nullcontext()
 
     def squares(self) -> GradientSquares:
         """From now on adds up the squares of each microbatch's gradients; for whoever holds it, and only so long.

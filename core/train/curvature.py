@@ -56,8 +56,14 @@ class Curvature:
         """Return whether the optimizer evaluates the model itself, and asks for no gradients."""
         return isinstance(self.optimizer, HessianFree)
 
-    def look(self, microbatches: Sequence[Microbatch], weights: Tensor, loss: Loss, step: int, scale: float) -> None:
-        """Show K-FAC the model at work on a step's microbatches, of these weights, where it wants to see it."""
+    def look(
+        self, microbatches: Sequence[Microbatch], weights: Sequence[float], whole: float, loss: Loss, step: int,
+        scale: float,
+    ) -> None:  # fmt: skip
+        """Show K-FAC the model at work on a step's microbatches, where it wants to see it.
+
+        weights, whole  items of each microbatch, and of all on all ranks
+        """
         optimizer = self.optimizer
         assert isinstance(optimizer, KFAC)
         optimizer.forget()
@@ -65,23 +71,24 @@ class Curvature:
             return
         with _buffers_kept(self.parallel.model):
             if isinstance(self.parallel, Pipeline):
-                self._look_at_stages(
-                    self.parallel, list(zip(microbatches, weights.tolist(), strict=True)), loss, step, scale
-                )
+                weighted = list(zip(microbatches, weights, strict=True))
+                self._look_at_stages(self.parallel, weighted, whole, loss, step, scale)
                 return
-            for microbatch, items in zip(microbatches, weights.tolist(), strict=True):
-                drawn = partial(self._drawn, microbatch, loss, step)
-                optimizer.observe(drawn, items, rows=microbatch.rows, scale=scale, length=microbatch.length)
+            for microbatch, items in zip(microbatches, weights, strict=True):
+                drawn, rows = partial(self._drawn, microbatch, loss, step), microbatch.rows
+                with self.parallel.looking():
+                    optimizer.observe(drawn, items, rows=rows, scale=scale, length=microbatch.length, whole=whole)
 
     def _look_at_stages(
-        self, pipeline: Pipeline, weighted: Sequence[tuple[Microbatch, float]], loss: Loss, step: int, scale: float
-    ) -> None:
+        self, pipeline: Pipeline, weighted: Sequence[tuple[Microbatch, float]], whole: float, loss: Loss, step: int,
+        scale: float,
+    ) -> None:  # fmt: skip
         optimizer = self.optimizer
         assert isinstance(optimizer, KFAC)
 
         def drawn(each: tuple[Microbatch, float], outputs: list[Tensor]) -> Tensor:
             microbatch, items = each
-            options = {"rows": microbatch.rows, "factor": items / scale, "length": microbatch.length}
+            options = {"rows": microbatch.rows, "factor": whole / scale, "length": microbatch.length}
             part, stages = microbatch.part, pipeline.stages
             if stages.current == stages.num_stages - 1:
                 part = self._part_drawn(microbatch, step)
@@ -89,7 +96,7 @@ class Curvature:
             with optimizer.recording(items * self._counts, **options) as seen:
                 try:
                     with self._at(microbatch, step):
-                        return loss(pipeline.model, part)
+                        return loss(pipeline.model, part) * (items / whole)
                 finally:
                     outputs += seen
 
@@ -182,8 +189,6 @@ def _refuse(
     name = "kfac" if is_kfac else "hessian_free"
     fisher = optimizer.defaults["fisher"] if is_kfac else None
     refused = [
-        (config.gemini.budget is not None, "gemini.budget", "Gemini's plan of a step has no more passes over the model",
-         "leave --gemini.budget out"),
         (config.compile, "compile", "hooks and second derivatives do not see into compiled blocks", "use no compile"),
         (context > 1 and fisher != "empirical", "mesh.cp", "a rank's targets are drawn of whole rows",
          "use --mesh.cp 1" + (", or --optim.fisher empirical" if is_kfac else "")),
@@ -204,6 +209,7 @@ def _refuse(
         why = "products by two backwards do not pass the messages and hooks of"
         refused += [
             (pipeline_ranks(mesh) > 1, "mesh.pp", "its passes over the model go through no stages", "use --mesh.pp 1"),
+            (config.gemini.budget is not None, "gemini.budget", f"{why} Gemini's chunks", "leave --gemini.budget out"),
             (config.zero == 3, "zero=3", f"{why} FSDP2", "use --zero 0, 1 or 2"),
             (bool(grid), "mesh.tp_mode", f"{why} a grid's layers", "use --mesh.tp-mode 1d"),
             (config.recompute.mode != "none", "recompute.mode", f"{why} its blocks", "use --recompute.mode none"),

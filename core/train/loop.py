@@ -250,13 +250,13 @@ def train_step(
     ahead, curvature, sizes = parallel.ahead, state.curvature, list[int]()
     if ahead is None:
         scale = state.loss_scale.factor
-        microbatches, share_of_loss, weights = _work(state, batch, loss, weight, config, step)
+        microbatches, share_of_loss, weights, whole = _work(state, batch, loss, weight, config, step)
         sizes = [rows for *_, rows in microbatches]
         if curvature is not None and curvature.solves:
             figures = _minimise(state, microbatches, rates, step, stop_requested())
             return figures | {"tokens": num_tokens(batch) * axis.size()}
         if curvature is not None:
-            curvature.look(microbatches, weights, loss, step, scale)
+            curvature.look(microbatches, weights.tolist(), float(whole) or 1.0, loss, step, scale)
         mean = parallel.run(microbatches, share_of_loss, scale)
         parallel.reduce()
         squares = None if state.noise is None else state.noise.take(sizes, axis.size())
@@ -310,7 +310,7 @@ def _asynchronous_step(
     parallel, worker = state.parallel, state.parallel.asynchronous
     assert worker is not None
     rates = _rates(state, batch, config, step)
-    microbatches, share_of_loss, weights = _work(state, batch, loss, weight, config, step)
+    microbatches, share_of_loss, weights, _ = _work(state, batch, loss, weight, config, step)
     state.loss = float(parallel.run(microbatches, share_of_loss))
     norm = worker.clip(config.optim.clip_norm)
     is_finite = state.loss_scale.update(norm < float("inf"))
@@ -386,8 +386,9 @@ def _work(
     weight: Callable[[dict[str, Tensor]], Tensor],
     config: TrainConfig,
     step: int,
-) -> tuple[list[Microbatch], Callable[[Microbatch], Tensor], Tensor]:
-    """The microbatches of a step on this rank, their share of its loss (arguments of `ParallelModel.run`), weights."""
+) -> tuple[list[Microbatch], Callable[[Microbatch], Tensor], Tensor, Tensor]:
+    """The microbatches of a step on this rank, their share of its loss (arguments of `ParallelModel.run`), their
+    weights, and that of the whole batch."""
     parallel, axis, curvature = state.parallel, data_axis(state.parallel.mesh), state.curvature
     device, scale = parallel.device, state.loss_scale.factor
     parts = _microbatches(batch, config, device)
@@ -409,7 +410,8 @@ def _work(
     sizes = [len(next(iter(part.values()))) for part in parts]
     first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
     shares = (weights / whole_weight).unbind()
-    return [Microbatch(*each) for each in zip(parts, shares, first_rows, sizes, strict=True)], share_of_loss, weights
+    microbatches = [Microbatch(*each) for each in zip(parts, shares, first_rows, sizes, strict=True)]
+    return microbatches, share_of_loss, weights, whole_weight
 
 
 def _begun(
@@ -424,7 +426,7 @@ def _begun(
 ) -> tuple[Work, StepTally]:
     """The same for a pipeline that runs ahead.  late: steps that its loss scale is old."""
     tally, ahead, update = StepTally(state.parallel, stop_requested), state.parallel.ahead, None
-    microbatches, share_of_loss, _ = _work(state, batch, loss, weight, config, step)
+    microbatches, share_of_loss, *_ = _work(state, batch, loss, weight, config, step)
     if ahead is not None and ahead.updates_at_once:
         update = partial(_update_stage, state, config, _rates(state, batch, config, step), step)
     return Work(microbatches, share_of_loss, state.loss_scale.late(late), tally, update), tally

@@ -22,18 +22,21 @@ from core.optim.kfac_cut import GridCut
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.train import TrainConfig
 from core.train.curvature import curvature_of
-from tests.parity.test_experts import SWITCH
+from tests.parity.gemini.test_ranks import planned
+from tests.parity.test_experts import CHOICE, GSHARD, PAIR, SWITCH, TOPK
 from tests.parity.test_pipeline import FULL, deep, staged
 from tests.parity.test_tensor_grid import CUBE, DEEP, RAGGED, ROTARY, SQUARE, TESSERACT, UNEVEN, WIDE
 from tests.parity.test_train import GPT2, LLAMA, parallel
 from tests.support import small
 from tests.support.curved import BATCH, Case, batch_of, build, loss, run, train_step, weight
+from tests.support.grid_resume import resumed_elsewhere
 from tests.support.small import config_of, predicted, train
 from tests.support.training import Case as TrainingCase
 from tests.support.training import batch_of as decoder_batch
 from tests.support.training import build as build_decoder
-from tests.support.training import difference_from_single, largest_difference
+from tests.support.training import difference_from_single, largest_difference, of_one_rank
 from tests.support.training import loss as decoder_loss
+from tests.support.training import run as run_decoder
 from tests.support.training import weight as decoder_weight
 
 TOLERANCE = 1e-10
@@ -113,8 +116,8 @@ MORE_DECODER = {
     "2.5d": (8, TrainingCase(RAGGED, TESSERACT, parallel(), batch=11)),
     "3d reduce": (8, TrainingCase(ROTARY, CUBE, parallel(), batch=11, microbatch=7, options=LONG)),
     "3d empirical": (8, TrainingCase(RAGGED, CUBE, parallel(), batch=11, options=(("fisher", "empirical"),))),
-    "experts": (2, TrainingCase(SWITCH, MeshConfig(ep=2), parallel(1), options=WITHOUT_EXPERTS)),
-    "experts 2d": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=11, options=WITHOUT_EXPERTS)),
+    "experts left out": (2, TrainingCase(SWITCH, MeshConfig(ep=2), parallel(1), options=WITHOUT_EXPERTS)),
+    "experts of 2 left out": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=11, options=WITHOUT_EXPERTS)),
 }
 
 
@@ -135,6 +138,148 @@ def test_ten_steps_of_kfac_of_the_decoder(ranks, name: str) -> None:
 
 
 EMPIRICAL = (("fisher", "empirical"),)
+EP = MeshConfig(ep=2)
+GEMINI = {
+    "one": (1, TrainingCase(ROTARY, parallel=parallel(3), budget="400KB", microbatch=5)),
+    "two ekfac": (2, TrainingCase(GPT2, parallel=parallel(3), batch=24, budget="800KB", options=EKFAC)),
+}
+MORE_GEMINI = {
+    "copies": (2, TrainingCase(GPT2, parallel=parallel(0), budget="700KB")),
+    "three": (3, TrainingCase(GPT2, parallel=parallel(3), budget="700KB", microbatch=2)),
+    "wide": (2, TrainingCase(GPT2, parallel=parallel(3), budget="20MB")),
+    "hybrid": (4, TrainingCase(GPT2, MeshConfig(dp_replicate=2, dp_shard=2), parallel(3), budget="700KB")),
+    "tp": (4, TrainingCase(GPT2, MeshConfig(tp=2), parallel(3), budget="700KB")),
+    "recomputed": (2, TrainingCase(GPT2, parallel=parallel(3, recompute=FULL), budget="700KB")),
+    "empirical": (2, TrainingCase(GPT2, parallel=parallel(3), budget="700KB", options=(("fisher", "empirical"),))),
+    "exact": (2, TrainingCase(GPT2, parallel=parallel(3), budget="700KB", options=(("fisher", "exact"),))),
+    "experts": (2, TrainingCase(TOPK, parallel=parallel(3), budget="2MB")),
+    "experts ep": (4, TrainingCase(TOPK, EP, parallel(3), batch=48, budget="3MB", options=EKFAC)),
+    "stages": (4, TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2), staged("1f1b", 3), budget="2MB")),
+}
+
+
+def check_in_a_budget(ranks, num_ranks: int, case: TrainingCase, share: float | None = None) -> None:
+    """share: of the model data that fits on the device, by a plan; None: the case's budget, without one"""
+    case = replace(case, optim="kfac")
+    results = ranks(num_ranks).run(run_decoder, case) if share is None else ranks(num_ranks).run(planned, case, share)
+    difference, where = largest_difference(results, of_one_rank(ranks, case), case.steps)
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank without Gemini"
+    for found in results:
+        assert found["peak"] <= found["budget"]
+
+
+@pytest.mark.parametrize("name", GEMINI)
+def test_kfac_in_a_budget_is_that_without_one(ranks, name: str) -> None:
+    num_ranks, case = GEMINI[name]
+    check_in_a_budget(ranks, num_ranks, replace(case, steps=3))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*GEMINI, *MORE_GEMINI])
+def test_ten_steps_of_kfac_in_a_budget(ranks, name: str) -> None:
+    num_ranks, case = (GEMINI | MORE_GEMINI)[name]
+    check_in_a_budget(ranks, num_ranks, replace(case, steps=10))
+
+
+PLANNED = ((1, "static", 0.4, 2), (2, "auto", 0.3, 3))
+MORE_PLANNED = (
+    *((num_ranks, policy, share, 10) for num_ranks in (1, 2) for policy in ("static", "auto") for share in (0.1, 1.0)),
+    (2, "cpu", 0.2, 10),
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "policy", "share", "steps"),
+    [*PLANNED, *(pytest.param(*row, marks=pytest.mark.soak) for row in MORE_PLANNED)],
+)
+def test_kfac_by_a_plan_is_that_without_one(ranks, num_ranks: int, policy: str, share: float, steps: int) -> None:
+    """Masters, factors and inverses on the host, on the device, and some here and some there."""
+    case = TrainingCase(GPT2, parallel=parallel(3), batch=24, policy=policy, steps=steps, options=EKFAC)
+    check_in_a_budget(ranks, num_ranks, case, share)
+
+
+EXPERTS = {
+    "ep": (2, TrainingCase(TOPK, EP, parallel(), microbatch=4)),
+    "ep ekfac": (4, TrainingCase(TOPK, EP, parallel(1), batch=48, options=EKFAC)),
+    "ep tp": (4, TrainingCase(SWITCH, MeshConfig(ep=2, tp=2), parallel())),
+    "zero 1": (2, TrainingCase(TOPK, parallel=parallel(1))),
+}
+MORE_EXPERTS = {
+    "ep zero 3": (2, TrainingCase(TOPK, EP, parallel(3))),
+    "ep zero 2 over two": (4, TrainingCase(TOPK, EP, parallel(2), batch=48, microbatch=2, options=EKFAC)),
+    "ep zero 3 over two": (4, TrainingCase(TOPK, EP, parallel(3))),
+    "ep hybrid": (8, TrainingCase(TOPK, replace(EP, dp_replicate=2), parallel(1), batch=16)),
+    "ep uneven": (3, TrainingCase(TOPK, MeshConfig(ep=3), parallel())),
+    "ep tp ekfac": (4, TrainingCase(TOPK, MeshConfig(ep=2, tp=2), parallel(1), batch=48, options=EKFAC)),
+    "ep alone": (4, TrainingCase(SWITCH, MeshConfig(ep=4), parallel())),
+    "few": (4, TrainingCase(PAIR, EP, parallel(2), options=(("method", "eigen"),))),
+    "few zero 3": (4, TrainingCase(PAIR, parallel=parallel(3))),
+    "gshard": (2, TrainingCase(GSHARD, EP, parallel())),
+    "expert choice": (2, TrainingCase(CHOICE, EP, parallel(1))),
+    "tp": (2, TrainingCase(TOPK, MeshConfig(tp=2), parallel(), batch=48, options=EKFAC)),
+    "tp eigen": (2, TrainingCase(SWITCH, MeshConfig(tp=2), parallel(), options=(("method", "eigen"),))),
+    "tp zero 1": (4, TrainingCase(TOPK, MeshConfig(tp=2), parallel(1))),
+    "empirical": (4, TrainingCase(TOPK, MeshConfig(ep=2, cp=2), parallel(1), options=EMPIRICAL)),
+    "reduce": (2, TrainingCase(SWITCH, EP, parallel(), options=(("sharing", "reduce"),))),
+    "recomputed": (2, TrainingCase(SWITCH, EP, parallel(recompute=FULL))),
+    "2d": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=31)),
+    "2d reduce": (4, TrainingCase(UNEVEN, SQUARE, parallel(), batch=11, options=LONG)),
+    "2.5d": (2, TrainingCase(UNEVEN, DEEP, parallel(), batch=11)),
+    "2d ep": (8, TrainingCase(UNEVEN, replace(SQUARE, ep=2), parallel(), batch=12)),
+    "stages": (4, TrainingCase(deep(SWITCH), MeshConfig(pp=2, ep=2), staged("1f1b", 1))),
+    "stages empirical": (4, TrainingCase(deep(SWITCH), MeshConfig(pp=2, ep=2), staged("gpipe"), options=EMPIRICAL)),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_kfac_of_experts_is_that_of_one_rank(ranks, name: str) -> None:
+    """Of each expert from the rows that came to it, and of the router, whose gradient tensor parallelism parts."""
+    num_ranks, case = EXPERTS[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=3))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [*EXPERTS, *MORE_EXPERTS])
+def test_ten_steps_of_kfac_of_experts(ranks, name: str) -> None:
+    num_ranks, case = (EXPERTS | MORE_EXPERTS)[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=10))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+@pytest.mark.soak
+def test_a_run_with_experts_goes_on_on_another_mesh(ranks, tmp_path: Path) -> None:
+    """Factors and inverses of each, from ep to tp, to a budget, to one rank's; inverted once, in the first step."""
+    legs = [(2, EP, 0), (4, MeshConfig(ep=2, tp=2), 1), (2, MeshConfig(), 3, "4MB"), (1, MeshConfig(), 0)]
+    assert resumed_elsewhere(ranks, tmp_path, TOPK, "kfac", legs) < TOLERANCE
+
+
+def homes_of_experts(case: TrainingCase) -> list[tuple[bool, bool, bool]]:
+    """Of each expert: whether this rank computes with it, is its home, and holds its factors."""
+    state, config = build_decoder(case)
+    rows = case.batch // data_axis(state.parallel.mesh).size()
+    mine = {k: v[:rows] for k, v in decoder_batch(case, 0).items()}
+    train_step(state, mine, decoder_loss, decoder_weight, config, 0)
+    optimizer = state.optimizer
+    assert isinstance(optimizer, KFACOptimizer)
+    pool, found = optimizer._homes(), []
+    for index, layer in enumerate(optimizer._layers):
+        if layer.expert is not None:
+            held = optimizer._state_of(layer)["row_factor"].numel() > 0
+            found.append((optimizer._computes(index), pool.home_of(optimizer._key(layer)) == pool.rank, held))
+    return found
+
+
+def test_factors_of_an_expert_lie_with_one_of_the_ranks_that_have_it(ranks) -> None:
+    found = ranks(4).run(homes_of_experts, TrainingCase(TOPK, EP, parallel(1), optim="kfac"))
+    for of_expert in zip(*found, strict=True):
+        assert sum(computes for computes, _, _ in of_expert) == 2
+        assert sum(held for _, _, held in of_expert) == 1
+        assert all(computes or not held for computes, _, held in of_expert)
+        assert all(home == held for _, home, held in of_expert)
+    assert all(any(home for _, home, _ in of_rank) for of_rank in found)
+
+
 STAGES = {
     "1f1b tied": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b"), batch=11, options=EMPIRICAL)),
     "interleaved zero 1": (
@@ -151,6 +296,13 @@ MORE_STAGES = {
     "sampled tp": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("gpipe"))),
     "sampled recomputed": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", recompute=FULL))),
     "sampled experts": (2, TrainingCase(deep(SWITCH), MeshConfig(pp=2), staged("1f1b", 1), options=WITHOUT_EXPERTS)),
+    "sampled tp zero 2": (8, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, tp=2), staged("1f1b", 2), batch=16)),
+    "sampled hybrid": (
+        8,
+        TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2, dp_replicate=2, dp_shard=2), staged("1f1b", 1), batch=16),
+    ),
+    "sampled grid": (4, TrainingCase(deep(ROTARY, 3), replace(DEEP, pp=2), staged("1f1b"))),
+    "cp": (4, TrainingCase(deep(LLAMA, 3), MeshConfig(pp=2, cp=2), staged("1f1b"), options=EMPIRICAL)),
     "gpipe": (2, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("gpipe", 2), options=(*EKFAC, *EMPIRICAL))),
     "tied over two": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2), staged("1f1b", 1), options=EMPIRICAL)),
     "four": (4, TrainingCase(deep(GPT2, 5), MeshConfig(pp=4), staged("1f1b"), options=(*EMPIRICAL, *LONG))),
@@ -257,7 +409,6 @@ def refusals() -> dict[str, str]:
         ("kfac stages", "kfac exact", {"mesh": MeshConfig(pp=2)}, predicted),
         ("kfac parts", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("zb-h1")}, predicted),
         ("kfac ahead", "kfac", {"mesh": MeshConfig(pp=2), "pipeline": PipelineConfig("2bw")}, predicted),
-        ("kfac gemini", "kfac", {"gemini": GeminiConfig("1MB")}, predicted),
         ("no closure", "hessian_free", {}, None),
         ("hf zero 3", "hessian_free", {"zero": 3}, predicted),
         ("hf stages", "hessian_free", {"mesh": MeshConfig(pp=2)}, predicted),
@@ -292,7 +443,6 @@ def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
             "kfac stages": "optim.name=kfac with mesh.pp",
             "kfac parts": "optim.name=kfac with pipeline.schedule=zb-h1",
             "kfac ahead": "optim.name=kfac with pipeline.schedule=2bw",
-            "kfac gemini": "optim.name=kfac with gemini.budget",
             "no closure": "optim.name=hessian_free",
             "hf zero 3": "optim.name=hessian_free with zero=3",
             "hf stages": "optim.name=hessian_free with mesh.pp",

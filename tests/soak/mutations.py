@@ -495,8 +495,8 @@ MUTATIONS = [
     mutation(
         "K-FAC forgets that a loss is a mean",
         "core/optim/kfac.py",
-        "self._observer.recording(items, rows, items / scale, length) as outputs:",
-        "self._observer.recording(items, rows, 1 / scale, length) as outputs:",
+        "factor = (items if whole is None else whole) / scale",
+        "factor = 1 / scale",
         f"{FACTORS}::test_factors_of_linear_layers_are_their_sums",
     ),
     mutation(
@@ -519,6 +519,34 @@ MUTATIONS = [
         "dist.all_reduce(made, group=group)",
         "pass",
         f"{KFAC}::test_kfac_of_the_decoder_whose_rows_and_features_are_cut[2d]",
+    ),
+    mutation(
+        "K-FAC counts twice how seldom an expert is chosen",
+        "core/optim/kfac.py",
+        "pair = inputs / cases.clamp(min=1), gradients / items",
+        "pair = inputs / items, gradients / items",
+        f"{FACTORS}::test_one_step_is_newtons_for_every_expert",
+    ),
+    mutation(
+        "K-FAC's factors of an expert are of one rank's rows",
+        "core/optim/kfac.py",
+        "sums = self._by_layer(self._summed(own.layers, own.sums), own.layers)",
+        "sums = self._by_layer(self._summed(own.layers, None), own.layers)",
+        f"{KFAC}::test_kfac_of_experts_is_that_of_one_rank[ep ekfac]",
+    ),
+    mutation(
+        "K-FAC takes a part of the router's gradient for all of it",
+        "core/optim/kfac_cut.py",
+        "dist.all_reduce(gradient, group=self.cut.partial)",
+        "pass",
+        f"{KFAC}::test_kfac_of_experts_is_that_of_one_rank[ep tp]",
+    ),
+    mutation(
+        "a look of K-FAC leaves a budget's chunks in use",
+        "core/gemini/replicas.py",
+        "finally:\n            self.hooks.give_up()\n\n    @contextmanager\n    def foreseen",
+        "finally:\n            pass\n\n    @contextmanager\n    def foreseen",
+        f"{KFAC}::test_kfac_in_a_budget_is_that_without_one[one]",
     ),
     mutation(
         "a second backward leaves the sums of tensor parallelism out",

@@ -104,9 +104,9 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     model = Curved(case.tied).double()
     parallel = parallelize(model, mesh, config, ModelPlan(tensor=PLAN if case.mesh.tp > 1 else None))
     optimizer = build_optimizer(config.optim, parallel.masters)
-    parallel.prepare(optimizer, None)
     state = TrainState(parallel, optimizer, LossScale(config.precision), {})
     state.curvature = curvature_of(parallel, optimizer, predict, config)
+    parallel.prepare(optimizer, None)
     return state, config
 
 

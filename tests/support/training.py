@@ -53,6 +53,7 @@ class Case:
     optim: Any = "adamw"
     options: tuple[tuple[str, Any], ...] = ()
     budget: str | None = None
+    policy: Any = "auto"
     planned: bool = False
     segments: Segments | None = None
 
@@ -92,7 +93,7 @@ class _Config(TrainConfig):
 def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
     config = _Config(
-        **vars(case.parallel) | {"gemini": GeminiConfig(case.budget)},
+        **vars(case.parallel) | {"gemini": GeminiConfig(case.budget, case.policy)},
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,
@@ -117,11 +118,11 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     optimizer = build_optimizer(config.optim, parallel.masters)
     sizes = config.microbatch_rows(case.batch // data_axis(mesh).size())
     parts = [{k: v[:rows] for k, v in batch_of(case, 0).items()} for rows in sizes]
+    state = TrainState(parallel, optimizer, LossScale(config.precision), {})
+    state.curvature = curvature_of(parallel, optimizer, predicted, config)
     parallel.prepare(
         optimizer, (lambda: [lambda m, part=part: loss(m, part) for part in parts]) if case.planned else None
     )
-    state = TrainState(parallel, optimizer, LossScale(config.precision), {})
-    state.curvature = curvature_of(parallel, optimizer, predicted, config)
     return state, config
 
 
@@ -398,8 +399,9 @@ def difference_from_single(ranks, num_ranks: int, case: Case, without: tuple[str
 def of_one_rank(ranks, case: Case) -> dict[str, Any]:
     """What `run` finds on one rank without anything that should not matter; computed once."""
     plain = replace(
-        case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None, budget=None, planned=False
-    )
+        case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None, budget=None, planned=False,
+        policy="auto",
+    )  # fmt: skip
     if plain not in _REFERENCES:
         _REFERENCES[plain] = ranks(1).run(run, plain)[0]
     return _REFERENCES[plain]

@@ -201,6 +201,51 @@ def test_sides_that_are_long_have_diagonals() -> None:
     torch.testing.assert_close(short_c, c.diagonal())
 
 
+ROUTED = torch.tensor([3, 0, 2, 1])
+"""Rows of each of four experts, of 6 items."""
+
+
+def routed_factors(optimizer: KFAC, expert: int) -> tuple[Tensor, Tensor]:
+    layer = next(layer for layer in optimizer._layers if layer.expert == expert)
+    state = optimizer._state_of(layer)
+    r, c = (unpacked(state[key], shape) for key, shape in zip(("row_factor", "column_factor"), layer.factor_shapes()))
+    return r, c
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_of_an_expert_are_of_its_own_rows(sharing: Any) -> None:
+    """Inputs their mean, gradients their sum over the items of the whole batch; what lies behind all rows is no row."""
+    stack, x = GroupedLinear(4, 4, 3, bias=True), torch.randn(8, 4)
+    items, parts = 6, torch.arange(6).split(ROUTED.tolist())
+    optimizer = KFAC(stack, lr=0.0, sharing=sharing)
+    optimizer.observe(lambda: stack(x, ROUTED)[:6].tanh().square().sum() / items, items=items)
+    optimizer._take_factors()
+    y = stack(x, ROUTED).detach().requires_grad_()
+    (g,) = torch.autograd.grad(y[:6].tanh().square().sum(), [y])
+    for expert, rows in enumerate(parts):
+        a, r, c = torch.cat([x[rows], torch.ones(len(rows), 1)], 1), *routed_factors(optimizer, expert)
+        torch.testing.assert_close(r, g[rows].T @ g[rows] / items, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(c, a.T @ a / max(1, len(rows)), rtol=1e-12, atol=1e-14)
+
+
+def test_an_expert_without_rows_keeps_its_factors() -> None:
+    stack, x = GroupedLinear(2, 4, 3, bias=False), torch.randn(ROWS, 4)
+    optimizer = KFAC(stack, lr=0.1, factor_decay=0.5, inverse_every=1)
+
+    def step(rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        counts = torch.tensor(rows)
+        optimizer.observe(lambda: stack(x, counts).square().sum() / ROWS, items=ROWS)
+        optimizer.zero_grad()
+        stack(x, counts).square().sum().backward()
+        optimizer.step()
+        return [routed_factors(optimizer, expert) for expert in range(2)]
+
+    first, second = step([2, 4]), step([0, 6])
+    torch.testing.assert_close(second[0], first[0], rtol=0, atol=0)
+    assert not torch.equal(second[1][1], first[1][1])
+    assert not optimizer.fallbacks
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +267,25 @@ def test_one_step_with_the_exact_fisher_is_newtons(method: Any, make: Callable[[
         mean_loss(least_squares(inputs, y, layer), y).backward()
         optimizer.step()
         assert abs(float(mean_loss(least_squares(inputs, y, layer), y).detach() - least)) <= 1e-12
+
+
+@pytest.mark.parametrize("method", ["inverse", "eigen", "ekfac"])
+def test_one_step_is_newtons_for_every_expert(method: Any) -> None:
+    """However seldom one is chosen. It is not with inputs averaged over all rows: the steps of some are too long."""
+    rows, x, y = torch.tensor([12, 6, 10]), torch.randn(28, 3), torch.randn(28, 2)
+    stack = GroupedLinear(3, 3, 2, bias=True)
+    optimizer = KFAC(stack, lr=1.0, momentum=0.0, damping=0.0, kl_clip=None, fisher="exact", method=method)
+
+    def predicted() -> Prediction:
+        return Prediction(stack(x, rows), "y", "normal")
+
+    optimizer.observe(lambda: exact_fisher(predicted(), y), items=28)
+    mean_loss(predicted(), y).backward()
+    optimizer.step()
+    with_ones, least = torch.cat([x, torch.ones(28, 1)], 1), 0.0
+    for own, wanted in zip(with_ones.split(rows.tolist()), y.split(rows.tolist())):
+        least += float((own @ torch.linalg.lstsq(own, wanted).solution - wanted).square().sum() / 56)
+    assert abs(float(mean_loss(predicted(), y).detach()) - least) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "normal"])
@@ -369,8 +433,9 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     for option, value in {"damping": -1.0, "kl_clip": 0.0, "fisher": "true", "factor_every": 0, "method": "qr"}.items():
         with refused(f"kfac: {option}={value}; give "):
             OptimConfig("kfac", **{option: value})
-    with refused("kfac: experts.weight is a stack of 3 matrices, each of which sees rows of its own"):
-        KFAC(nn.ModuleDict({"experts": GroupedLinear(3, 2, 2, bias=False), "layer": nn.Linear(2, 2)}))
+    stack = nn.ParameterDict({"weight": torch.ones(3, 2, 2)})
+    with refused("kfac: experts.weight is a stack of 3 matrices, and ParameterDict does not say which rows each"):
+        KFAC(nn.ModuleDict({"experts": stack, "layer": nn.Linear(2, 2)}))
     table = nn.Embedding(4, 3)
     looked_up = KFAC(Mean(table))
     with refused(r"kfac: layer is given 1 rows of a microbatch of 6"):

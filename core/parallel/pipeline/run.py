@@ -567,7 +567,8 @@ class _Look(PipelineStep):
             wanted.append(held.entrance)
         found: Sequence[Tensor | None] = [None]
         if wanted and (isinstance(held.output, GradientEdge) or held.output.requires_grad):
-            found = torch.autograd.grad(held.output, wanted, gradient, allow_unused=True)
+            with self.pipeline.inner.looking():
+                found = torch.autograd.grad(held.output, wanted, gradient, allow_unused=True)
         if action.stage:
             entrance = wanted[-1]
             self._pass_gradient(action, held, torch.zeros_like(entrance) if found[-1] is None else found[-1])

@@ -25,7 +25,7 @@ from core.gemini.report import draw
 from core.gemini.states import State
 from core.gemini.trace import Moment, Trace
 from core.mesh import MeshConfig, build_mesh
-from core.optim import Adafactor, Lamb
+from core.optim import KFAC, Adafactor, HessianFree, Lamb
 from core.runtime import join
 from core.trace.tracer import StepTrace, trace_step
 from tests.support.gemini import Net, Run, batch, loss, model_bytes, require_equal, train
@@ -277,6 +277,41 @@ def test_after_a_refusal_model_and_optimizer_are_as_they_were(plain) -> None:
         optimizer.zero_grad()
     expected = plain("net", Net).values
     assert all(torch.equal(value, expected[name]) for name, value in gemini.state_dict().items())
+
+
+def kfac_run(budget: int | None) -> tuple[dict[str, Tensor], int]:
+    """Parameters after four steps of K-FAC whose targets are drawn; evictions."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)]
+    model = nn.Sequential(*layers).double()
+    optimizer = KFAC(model, lr=0.1, inverse_every=2)
+    made = None
+    if budget is not None:
+        made = wrap(model, optimizer, optimizer.beside_bytes + budget, precision="fp64", device="cpu")
+    for _ in range(4):
+        x, y = torch.randn(8, 16).double(), torch.randn(8, 4).double()
+        drawn = torch.randn(8, 4).double()
+        ((model(x) - y).square().sum() / 16).backward()
+        optimizer.observe(lambda x=x, y=drawn: (model(x) - y).square().sum() / 16, items=8)
+        optimizer.step()
+        optimizer.zero_grad()
+    if made is None:
+        return {name: value.detach().clone() for name, value in model.named_parameters()}, 0
+    return made.state_dict(), made.parallel.tier.num_evictions
+
+
+def test_kfac_looks_at_a_model_whose_chunks_come_and_go() -> None:
+    """Its factors are those without Gemini, and a look leaves no gradients behind."""
+    (found, evictions), (expected, _) = kfac_run(10_000), kfac_run(None)
+    assert evictions > 4
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_hessian_free_is_refused() -> None:
+    model = Net()
+    with pytest.raises(UserError, match="HessianFree's products by two backwards"):
+        wrap(model, HessianFree(model), TIGHT)
 
 
 def test_after_a_refusal_in_another_format_no_value_is_rounded() -> None:
