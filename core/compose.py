@@ -27,6 +27,7 @@ from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
 from core.mesh import EXPERT_AXIS, Zero, axis_size, context_mode, pipeline_ranks, sub_mesh, tensor_names
 from core.parallel.asynchronous import LocalConfig, asynchronous_replicas
+from core.parallel.compress import CommConfig
 from core.parallel.data import DataParallel, data_parallel
 from core.parallel.draws import Draws
 from core.parallel.parallel_model import ParallelModel
@@ -61,6 +62,8 @@ class ParallelConfig:
     """train in a given amount of device memory: model data that does not fit lives on the host"""
     local: LocalConfig = field(default_factory=LocalConfig)
     """data parallelism whose ranks do not wait for one another"""
+    comm: CommConfig = field(default_factory=CommConfig)
+    """compressed messages between data-parallel ranks, for slow links"""
 
     def __post_init__(self) -> None:
         if self.reduce_each and self.zero < 2:
@@ -74,6 +77,30 @@ class ParallelConfig:
             self._check_segmented()
         if self.local.asynchronous is not None:
             self._check_local()
+        if self.comm.compress is not None:
+            self._check_comm()
+
+    def _check_comm(self) -> None:
+        """Raises UserError for forms of data parallelism whose reductions no compression takes the place of."""
+        for there, given, why, instead in (
+            (
+                self.gemini.budget is not None,
+                f"gemini.budget={self.gemini.budget}",
+                "gradients are moved and reduced chunk by chunk",
+                "no budget",
+            ),
+            (
+                self.local.asynchronous is not None,
+                f"local.async={self.local.asynchronous}",
+                "each rank pushes a gradient of its own",
+                "no --local.async",
+            ),
+            (self.reduce_each, "reduce_each", "a step's gradient is compressed once", "no --reduce-each"),
+        ):
+            if there:
+                raise UserError(
+                    f"comm.compress={self.comm.compress} with {given}: {why}; use {instead}, or no --comm.compress"
+                )
 
     def _check_local(self) -> None:
         """Raises UserError for what workers that do not wait for one another cannot do."""
@@ -312,7 +339,8 @@ def _spread(
     if config.local.asynchronous is not None:
         return asynchronous_replicas(model, mesh, config.local, config.precision, materialise, table)
     if config.gemini.budget is None:
-        return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each, table=table)
+        given = model, mesh, config.zero, config.precision, materialise, config.reduce_each
+        return data_parallel(*given, table=table, comm=config.comm)
     return GeminiReplicas(model, mesh, config.zero, config.precision, materialise, config.gemini, table=table)
 
 

@@ -142,6 +142,7 @@ def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
         microbatch_size=max(microbatches),
         num_microbatches=len(microbatches),
         reduce_each=config.reduce_each,
+        comm=config.comm,
         sequence_length=config.data.sequence_length,
     )
 

@@ -65,6 +65,7 @@ WITHOUT_EFFECT = (
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
     *("pipeline.clip", "pipeline.correction_strength", "pipeline.correction_steps"),
+    *("comm.start", "comm.report_every"),
 )
 """Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""
 WITH_A_BUDGET = ("compile", "data.mask_documents")

@@ -25,6 +25,7 @@ from core.layout import detached
 from core.mesh import device_of
 from core.parallel.correction import Correction
 from core.parallel.draws import Draws
+from core.parallel.feedback import Feedback
 from core.parallel.squares import GradientSquares
 from core.placement.table import Table
 
@@ -118,6 +119,7 @@ class ParallelModel(ABC):
     table    where its parameters and masters lie, and those of other ranks
     draws    knows which rows of which step a forward computes, so that dropout is that of one rank
     correction  of what is learned with old weights, under a pipeline that has them
+    compression of the messages of its gradients
     """
 
     model: nn.Module
@@ -126,6 +128,7 @@ class ParallelModel(ABC):
     table: Table
     draws: Draws = Draws()
     correction: Correction = Correction({})
+    compression: Feedback | None = None
 
     @property
     def ahead(self) -> "RunsAhead | None":

@@ -130,26 +130,38 @@ class GradientSquares:
 
         kept_whole  name -> parameter of those that it leaves alone
         """
-        seen = {id(parameter) for parameter in model.parameters()}
         for name, parameter in kept_whole.items():
             self.watch(name, parameter)
         own = ref(self)
 
-        def gathered(prefix: str) -> Callable[[nn.Module, Any], None]:
-            def look(unit: nn.Module, _: Any) -> None:
-                squares = own()
-                for name, parameter in unit.named_parameters(prefix) if squares is not None else ():
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        if parameter.requires_grad and squares is not None:
-                            squares.watch(name, parameter)
+        def tell(name: str, parameter: Tensor) -> None:
+            if (squares := own()) is not None:
+                squares.watch(name, parameter)
 
-            return look
+        when_gathered(model, tell)
 
-        for name, unit in model.named_modules():
-            module: nn.Module = unit
-            if isinstance(unit, FSDPModule):
-                module.register_forward_pre_hook(gathered(name))  # behind FSDP2's own, which is the first
+
+def when_gathered(model: nn.Module, tell: Callable[[str, Tensor], None]) -> None:
+    """Have each trained parameter told of, once, when FSDP2 has first gathered it: what forwards compute with.
+
+    tell  (name, parameter) -> None; what it holds lives as long as the model
+    """
+    seen = {id(parameter) for parameter in model.parameters()}
+
+    def gathered(prefix: str) -> Callable[[nn.Module, Any], None]:
+        def look(unit: nn.Module, _: Any) -> None:
+            for name, parameter in unit.named_parameters(prefix):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    if parameter.requires_grad:
+                        tell(name, parameter)
+
+        return look
+
+    for name, unit in model.named_modules():
+        module: nn.Module = unit
+        if isinstance(unit, FSDPModule):
+            module.register_forward_pre_hook(gathered(name))  # behind FSDP2's own, which is the first
 
 
 def _wide(grad: Tensor) -> torch.dtype:

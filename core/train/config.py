@@ -93,6 +93,8 @@ class TrainConfig(ParallelConfig):
             self._check_noise_scale()
         if self.local.asynchronous is not None:
             self._check_asynchronous()
+        if self.comm.compress is not None:
+            self._check_compression()
         self.check_pipeline(self.mesh.pp)
         self._check_correction()
         if self.microbatch is not None and self.pipeline.microbatches is not None:
@@ -158,6 +160,18 @@ class TrainConfig(ParallelConfig):
             raise UserError(
                 f"{given} with optim.name={optim.name}: its updates have no state that workers would share; use "
                 "--optim.name sgd --optim.momentum 0, or --local.async parameter_server"
+            )
+
+    def _check_compression(self) -> None:
+        """Raises UserError for meshes, optimizers and estimates that need the sum of the gradients itself."""
+        self.comm.check_mesh(self.mesh.pp, self.mesh.ep)
+        given = f"comm.compress={self.comm.compress}"
+        if self.noise_scale:
+            raise UserError(f"{given} with noise_scale: no rank has the gradient of the whole batch; leave one out")
+        if self.optim.name == "hessian_free":
+            raise UserError(
+                f"{given} with optim.name=hessian_free: it solves with products of which it needs the sums themselves; "
+                "use another --optim.name, or no --comm.compress"
             )
 
     def _check_noise_scale(self) -> None:

@@ -294,6 +294,8 @@ def train_step(
     figures |= noise_figures
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
+    if parallel.compression is not None:
+        figures |= parallel.compression.row()
     return figures | {"tokens": num_tokens(batch) * axis.size()}
 
 

@@ -26,6 +26,7 @@ from core.models.decoder import decoder_without_memory
 from core.models.plan import decoder_table
 
 TRAINING: dict[str, Any] = {
+    "comm.compress": "powersgd",
     "local.asynchronous": "parameter_server",
     "gemini.policy": "cpu",
     "gemini.figure": Path("step.png"),
