@@ -133,7 +133,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "gemini.policy"),
-    "comm.compress",
+    *("comm.compress", "local.every"),
 )
 """Options of a plan that a search does not take."""
 

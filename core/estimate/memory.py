@@ -7,6 +7,9 @@ State, per parameter on a rank (ZeRO divides over dp_shard x cp, each parameter 
     bf16, fp16     0-2     2             2            master 4 + reduced gradient 4 + state
     all            3       wide          wide         state, and the gathered units as buffers (FSDP2)
 
+Workers that train locally keep the weights that they began a round with and the outer momentum beside the state
+(`core.estimate.local`).
+
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
 Compressed gradients (`core.parallel.compress`) leave an error of their size, which stays.
@@ -37,6 +40,7 @@ from typing import Any
 import torch
 
 from core.config import UserError, in_words
+from core.estimate.local import outer_bytes
 from core.estimate.pipeline import run_schedule, stages_of
 from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
@@ -160,7 +164,7 @@ def require_fit(
 
 def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, RunShape]]:
     """(option as typed, the run with it), the mild ones first. tp, cp and pp ask for that many times more ranks."""
-    if run.num_data_ranks > 1:
+    if run.num_data_ranks > 1 and not run.local_every:
         for zero in range(run.zero + 1, 4):
             yield f"--zero {zero}", replace(run, zero=zero, dp_replicate=1, dp_shard=run.num_data_ranks)
     if run.recompute != "full" or run.recompute_every > 1:
@@ -349,9 +353,10 @@ def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
     width, wide = run.width_bytes, run.wide_bytes
     state = sum(part.state for part in parts)
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
+    updated = sharded if run.zero else whole
+    state += outer_bytes(updated, run)
     if run.zero == 3:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
-    updated = sharded if run.zero else whole
     master, reduced = (wide, wide) if width < wide else (0, 0)
     versions = _versions(run, rank)
     ahead = run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead

@@ -54,6 +54,7 @@ from core.mesh import (
     derive_axes,
     device_of,
     gradient_axis,
+    group_of_ranks,
     shard_axis,
     stage_axis,
     sub_mesh,
@@ -192,7 +193,8 @@ class Completion:
             return set(self.used)
         own = [name in self.used for name in masters]
         marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8, device=device_of(self.mesh))
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=None if self.stage is None else self.stage.get_group())
+        group = group_of_ranks(self.mesh) if self.stage is None else self.stage.get_group()
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
         used, unused = ({n for n, mark in zip(masters, row, strict=True) if mark} for row in marks.tolist())
         if apart := (used & unused).intersection(together):
             raise UserError(

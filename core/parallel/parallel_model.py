@@ -110,6 +110,36 @@ class RunsAsynchronously(Protocol):
     def push(self, step: int, weight: float, rates: Sequence[float], stop: bool) -> Told: ...
 
 
+class Ended(NamedTuple):
+    """What `TrainsLocally.end_step` has come to: figures for the step's row, and whether all workers stop after it."""
+
+    figures: dict[str, float]
+    stopping: bool
+
+
+class TrainsLocally(Protocol):
+    """Workers that take steps by themselves, each with a mesh of its own, and average the way that they have come
+    (`core.parallel.local.LocalTraining`)."""
+
+    def begin_step(self, weight: Tensor) -> None: ...
+
+    def share_gradients(self, step: int) -> None: ...
+
+    def end_step(self, step: int, loss: float, stop: bool, is_last: bool) -> Ended: ...
+
+    def outer_weights(self) -> AbstractContextManager[None]: ...
+
+    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def restored(self) -> None: ...
+
+    @property
+    def form(self) -> Mapping[str, int]: ...
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+
 class ParallelModel(ABC):
     """A model and its masters on this rank.
 
@@ -120,6 +150,8 @@ class ParallelModel(ABC):
     draws    knows which rows of which step a forward computes, so that dropout is that of one rank
     correction  of what is learned with old weights, under a pipeline that has them
     compression of the messages of its gradients
+    mesh     of those ranks that take a step together
+    local    what workers average, where each takes steps by itself
     """
 
     model: nn.Module
@@ -129,6 +161,13 @@ class ParallelModel(ABC):
     draws: Draws = Draws()
     correction: Correction = Correction({})
     compression: Feedback | None = None
+    local: TrainsLocally | None = None
+    all_workers: DeviceMesh | None = None
+
+    @property
+    def whole_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks, also of other workers."""
+        return self.mesh if self.all_workers is None else self.all_workers
 
     @property
     def ahead(self) -> "RunsAhead | None":

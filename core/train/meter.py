@@ -31,7 +31,7 @@ class Meter:
 
     def __init__(self, parallel: ParallelModel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
         self.parallel, self.runtime, self.flops_per_token = parallel, runtime, flops_per_token
-        self.num_devices = parallel.mesh.size()
+        self.num_devices = parallel.whole_mesh.size()
         self.account: MemoryAccount | None = None
         self.volume: Volume | None = None
         self.dispatch = not config.compile  # a dispatch mode would send compiled blocks back to eager
@@ -48,7 +48,7 @@ class Meter:
         self.step_begin = time.perf_counter()
         with ExitStack() as stack:
             if self.dispatch and len(self.times) == self.counted - 1:
-                self.volume = stack.enter_context(count_volume(self.parallel.mesh))
+                self.volume = stack.enter_context(count_volume(self.parallel.whole_mesh))
                 if self.runtime.device.type == "cpu" and self.parallel.device_peak_bytes is None:
                     self.account = stack.enter_context(MemoryAccount())
                     self.account.add(self.parallel.model.parameters())
@@ -58,6 +58,7 @@ class Meter:
                     held = [
                         v for s in list(state.optimizer.state.values()) for v in s.values() if isinstance(v, Tensor)
                     ]
+                    held += [] if self.parallel.local is None else self.parallel.local.tensors
                     self.account.add(held + list(state.average.tensors.values() if state.average else ()))
             yield
 

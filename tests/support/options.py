@@ -28,6 +28,7 @@ from core.models.plan import decoder_table
 TRAINING: dict[str, Any] = {
     "comm.compress": "powersgd",
     "local.asynchronous": "parameter_server",
+    "local.every": 4,
     "gemini.policy": "cpu",
     "gemini.figure": Path("step.png"),
     "mesh.cp_ulysses": 2,
