@@ -91,11 +91,13 @@ class Told(NamedTuple):
 
     stop_at    steps after which all workers stop
     staleness  the slowest worker's steps that are not in the values that the next step begins with
+    tokens     of all workers' pushes that were applied since this one's last
     wait_s     seconds that the push and the wait for these values took
     """
 
     stop_at: int
     staleness: int
+    tokens: int
     wait_s: float
 
 
@@ -103,11 +105,13 @@ class RunsAsynchronously(Protocol):
     """A model whose ranks do not wait for one another: `push` takes the place of `reduce` and `update`, and `publish`
     is where they meet (`core.parallel.asynchronous.Workers`)."""
 
-    def running(self, optimizer: torch.optim.Optimizer, step: int) -> AbstractContextManager[None]: ...
+    def running(
+        self, optimizer: torch.optim.Optimizer, step: int, most_norm: float | None
+    ) -> AbstractContextManager[None]: ...
 
-    def clip(self, most: float | None) -> float: ...
+    def clip(self) -> float: ...
 
-    def push(self, step: int, weight: float, rates: Sequence[float], stop: bool) -> Told: ...
+    def push(self, step: int, weight: float, tokens: int, rates: Sequence[float], stop: bool) -> Told: ...
 
 
 class Ended(NamedTuple):

@@ -123,7 +123,7 @@ def fit(
             return nothing_to_do(config, runtime, first, last)
         log = stack.enter_context(run_log(config, runtime, first))
         if parallel.asynchronous is not None:
-            stack.enter_context(parallel.asynchronous.running(optimizer, first or 0))
+            stack.enter_context(parallel.asynchronous.running(optimizer, first or 0, config.optim.clip_norm))
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
             progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
@@ -330,16 +330,17 @@ def _asynchronous_step(
     rates = _rates(state, batch, config, step)
     microbatches, share_of_loss, weights, _ = _work(state, batch, loss, weight, config, step)
     state.loss = float(parallel.run(microbatches, share_of_loss))
-    norm = worker.clip(config.optim.clip_norm)
+    norm = worker.clip()
     is_finite = state.loss_scale.update(norm < float("inf"))
-    told = worker.push(step, float(weights.sum()) if is_finite else math.nan, rates, stop_requested())
+    its_weight = float(weights.sum()) if is_finite else math.nan
+    told = worker.push(step, its_weight, num_tokens(batch), rates, stop_requested())
     parallel.release()
     state.stopping = told.stop_at <= step + 1
     state.require_progress()
     figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm, "staleness": told.staleness}
     if state.loss_scale.skipped_steps:
         figures["skipped_steps"] = state.loss_scale.skipped_steps
-    return figures | {"wait_s": told.wait_s, "tokens": num_tokens(batch) * data_axis(parallel.mesh).size()}
+    return figures | {"wait_s": told.wait_s, "tokens": told.tokens}
 
 
 def _rates(state: TrainState, batch: dict[str, Tensor], config: TrainConfig, step: int) -> list[float]:
@@ -413,7 +414,9 @@ def _work(
     parts = _microbatches(batch, config, device)
     weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
     whole_weight = weights.sum()
-    if axis.size() > 1 and parallel.asynchronous is None:
+    if parallel.asynchronous is not None:  # where these rows weigh nothing, others' do
+        whole_weight = whole_weight.clamp(min=torch.finfo(torch.float64).tiny)
+    elif axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
     if parallel.local is not None:
         parallel.local.begin_step(whole_weight)
