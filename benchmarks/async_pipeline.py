@@ -177,7 +177,7 @@ class Steps:
         )  # fmt: skip
 
 
-TIMED: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zbv", "2bw", "pipedream")
+TIMED: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zbv", "2bw", "pipedream", "pipedream_sync")
 
 
 def steps_of_rank(names: tuple[ScheduleName, ...], sizes: Steps) -> list[dict[str, tuple[float, float]]]:
@@ -227,7 +227,7 @@ def _turn(state: TrainState, config: TrainConfig, batch: dict[str, Any], steps: 
 
 
 def on_two_ranks(sizes: Steps) -> list[Row]:
-    names = TIMED
+    names = TIMED  # each takes its turn in every round
     preload = ["core.models", "core.train", "benchmarks.async_pipeline"]
     found: list[list[dict[str, tuple[float, float]]]] = on_ranks(2, steps_of_rank, names, sizes, preload=preload)
     rounds = [{name: [one[name] for one in each] for name in names} for each in zip(*found, strict=True)]

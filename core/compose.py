@@ -203,6 +203,7 @@ class ParallelConfig:
             return
         if self.recompute.mode == "budget":
             self._check_budget_of_stages()
+        self.pipeline.check_ranks(num_ranks)
         if self.pipeline.microbatches is not None:
             self.pipeline.check_microbatches(self.pipeline.microbatches, num_ranks)
         self.pipeline.check_delays(num_ranks)

@@ -111,6 +111,8 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
     decoder_table(config.model, mesh, config.zero)
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
+        if config.model.tied_head:
+            config.pipeline.check_shared("embedding.tokens.weight")
     check_length(config.data.sequence_length, mesh.cp)
     if config.local.every:
         check_fragments(config.local.fragments, config.model.num_layers)

@@ -11,6 +11,7 @@ from core.auto.machines import GRAMS_PER_KWH, gpu_named
 from core.auto.measured import MeasuredMachine, is_file, read_machine
 from core.config import UserError
 from core.estimate import Machine, PlannedRun
+from core.parallel.pipeline.schedule import ScheduleName
 from core.precision import compute_dtype
 from core.runtime import ranks_of
 from core.trace.machine import Speed
@@ -21,7 +22,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     """Plan a training run: the options of `megalith llm pretrain`, and the device that it is planned for."""
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
-        *("source", "gpus", "gpu", "batch", "json", "check", "measure", "price", "draw"),
+        *("source", "gpus", "gpu", "batch", "schedules", "json", "check", "measure", "price", "draw"),
         *("memory", "timeline", "data.sequence_length", "data.global_batch", "steps", "precision"),
         *("microbatch", "optim.name", "recompute.mode", "zero", "mesh.tp", "mesh.pp", "mesh.cp", "mesh.ep"),
         *("gemini.budget", "nproc"),
@@ -41,6 +42,9 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     machine's device"""
     batch: int | None = None
     """rows of the global batch: --data.global-batch in a word"""
+    schedules: tuple[ScheduleName, ...] = ()
+    """with --gpus: schedules of a pipeline that are tried, such as 1f1b zbv 2bw; by default those whose gradients are
+    of the newest weights, of which 2bw is not one"""
     json: bool = False
     """with --gpus: print the plans as JSON"""
     check: bool = False
@@ -118,7 +122,8 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
         found["local.asynchronous"] = "in a plan, which is of steps that all ranks take together; leave it out"
         if self.gpus is not None:
             return found | dict.fromkeys(NOT_SEARCHED, "with --gpus, where it is sought or not asked; leave it out")
-        found |= dict.fromkeys(("json", "tokens", "price", "power", "carbon", "draw"), "without a search; give --gpus")
+        searched = ("schedules", "json", "tokens", "price", "power", "carbon", "draw")
+        found |= dict.fromkeys(searched, "without a search; give --gpus")
         if self.peak_flops is None:
             why = "and what this machine's device computes in a second is not known; give --gpu, such as A100"
             found["utilisation"] = why
@@ -132,8 +137,8 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 
 NOT_SEARCHED = (
-    *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "gemini.policy"),
-    *("comm.compress", "local.every"),
+    *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
+    *("gemini.policy", "comm.compress", "local.every"),
 )
 """Options of a plan that a search does not take."""
 

@@ -10,7 +10,7 @@ from apps.llm.config import PretrainConfig
 from core.config import UserError, time_in_words
 from core.estimate import Machine, ModelShape, RunShape
 from core.estimate.pipeline import simulated_step_s
-from core.parallel.pipeline.schedule import SCHEDULES, ScheduleName
+from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
 
 RANKED: tuple[ScheduleName, ...] = ("1f1b", "zbv", "2bw")
 AS_GOOD = 0.03
@@ -44,10 +44,8 @@ def ranked(
     """(schedule, seconds of a step), the shortest first; FLOPs without a machine. What is refused is left out."""
     found = []
     for name in RANKED:
-        alike = SCHEDULES[name].stages_per_rank(config.pipeline.chunks) == config.pipeline.stages_per_rank
-        split = config.pipeline.split if alike else ()
-        pipeline = replace(config.pipeline, schedule=name, split=split, correction="none", correction_strength=None)
         try:
+            pipeline = _by_another(config.pipeline, name)
             pipeline.check_stages(run.pp, model.num_blocks)
             pipeline.check_microbatches(run.num_microbatches, run.pp)
             replace(config, pipeline=pipeline)
@@ -56,6 +54,23 @@ def ranked(
         one = replace(run, pipeline=pipeline)
         found.append((name, simulated_step_s(model, one, machine or Machine(1.0, float("inf"), 1.0))))
     return sorted(found, key=lambda item: item[1])
+
+
+def _by_another(pipeline: PipelineConfig, name: ScheduleName) -> PipelineConfig:
+    """The same by another schedule, as far as that takes it.  Raises UserError where it refuses it."""
+    spec = SCHEDULES[name]
+    replicas = pipeline.replicas if spec.runs_ahead else ()
+    alike = spec.stages_per_rank(pipeline.chunks) == pipeline.stages_per_rank and replicas == pipeline.replicas
+    split = pipeline.split if alike else ()
+    return replace(
+        pipeline,
+        schedule=name,
+        replicas=replicas,
+        split=split,
+        correction="none",
+        correction_strength=None,
+        clip="stage",
+    )
 
 
 def compared(config: PretrainConfig, model: ModelShape, run: RunShape, machine: Machine | None) -> list[str]:

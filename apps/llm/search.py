@@ -19,14 +19,17 @@ from apps.llm.check import as_json, check_run, show_check
 from apps.llm.config import FINETUNE, PretrainConfig, check_combination
 from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES
+from apps.llm.schedules import AS_GOOD, penalty
 from core.auto.check import Line
 from core.auto.draw import draw_plans
 from core.auto.machines import Cluster, cluster_of, gpu_named
-from core.auto.step_time import UNKNOWN
-from core.auto.strategies import Found, Job, Plan, nearest, options_of, search
+from core.auto.step_time import UNKNOWN, StepClock
+from core.auto.strategies import ALLOWED, SCHEDULED, Found, Job, Plan, nearest, options_of, search
 from core.config import UserError, in_words, option, option_names, parse, size_in_bytes, time_in_words
+from core.estimate.memory import estimate_memory
 from core.estimate.shape import RunShape, decoder_shape
 from core.gemini.tier import parse_bytes
+from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
 
 MOST_SHOWN = 16
 SEARCHED = (*options_of(RunShape()), "mesh.dp_shard")
@@ -61,7 +64,9 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     recipe  that the run's options are of
     """
     cluster = asked_cluster(config, given)
-    job = job_of(config, {name: _value(config, name) for name in SEARCHED if name in given})
+    if config.schedules and "pipeline.schedule" in given:
+        raise UserError("--schedules and --pipeline.schedule both say what is tried; give one of them")
+    job = job_of(config, {name: _value(config, name) for name in SEARCHED if name in given}, config.schedules)
     found = search(job, cluster)
     prices = asked_prices(config, cluster, given)
     commands = [command_of(config, plan, given, recipe, cluster) for plan in found.plans]
@@ -69,7 +74,9 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
         draw_plans(config.draw, decoder_shape(config.model), found.plans, cluster)
     checked = _checked(config, found, given, recipe) if config.check else None
     if config.json:
-        said = _as_json(config, found, cluster, prices, commands)
+        said = _as_json(config, found, cluster, prices, commands) | {
+            "old_weights": old_weights(config, job, found, cluster)
+        }
         if checked is not None:
             said |= {"checked": {"plan": checked[0], "counts": as_json(checked[2])}}
         print(json.dumps(said, indent=1))
@@ -77,6 +84,8 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     console.print(_table(config, found, cluster, prices, recipe))
     console.print("\n".join(cluster.facts()))
     console.print(_shares(found.plans[0]))
+    for line in old_weights(config, job, found, cluster):
+        console.print(line)
     for number, command in list(enumerate(commands, 1))[:MOST_SHOWN]:
         console.print(f"{number}: {command}", soft_wrap=True, markup=False, highlight=False)
     if config.draw is not None:
@@ -127,13 +136,14 @@ def nearest_plan(config: PretrainConfig, run: RunShape, device_bytes: int, host_
     )
 
 
-def job_of(config: PretrainConfig, held: Mapping[str, Any]) -> Job:
-    """held: options that are given, by their dotted names."""
+def job_of(config: PretrainConfig, held: Mapping[str, Any], schedules: tuple[ScheduleName, ...] = ()) -> Job:
+    """held: options that are given, by their dotted names; schedules: see `Job`."""
     held = dict(held)
     if held.get("gemini.budget") is not None:
         held["gemini.budget"] = parse_bytes(held["gemini.budget"])
     batches = tuple(rows for _, rows in config.data.batch_size.stages)
-    return Job(config.model, batches, config.data.sequence_length, config.precision, config.optim, held)
+    given = config.model, batches, config.data.sequence_length, config.precision, config.optim, held
+    return Job(*given, schedules, config.pipeline.correction)
 
 
 def asked_cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
@@ -225,6 +235,44 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, tuple | list):
         return [option(name), *map(str, value)]
     return [option(name), str(value)]
+
+
+# --- old weights ------------------------------------------------------------------------------------------------------
+
+
+def old_weights(config: PretrainConfig, job: Job, found: Found, cluster: Cluster) -> list[str]:
+    """Lines: what plans whose steps overlap are expected to cost, and which schedule is as good without old weights."""
+    late, fresh = ([plan for plan in found.plans if _is_late(plan.run) is wanted] for wanted in (True, False))
+    if not set(ALLOWED).intersection(name for name, _ in job.scheduled):
+        waits = any(plan.run.pp > 1 for plan in found.plans)
+        names = " ".join(dict.fromkeys((*(name for name, _ in SCHEDULED), *ALLOWED)))
+        return [f"2bw, whose gradients are of weights one update old, was not tried; --schedules {names} does"] * waits
+    if not late:
+        return ["no plan with 2bw takes less time or memory than those that learn from the newest weights"]
+    first = late[0]
+    lines = [penalty(config)]
+    clocks = [(plan.run.pipeline.schedule if plan.run.pp > 1 else "no pipeline", plan.step_s) for plan in fresh]
+    clocks += _by_fresh_schedules(job, first.run, cluster)
+    name, step_s = min(clocks, key=lambda one: one[1], default=("none", math.inf))
+    if step_s <= (1 + AS_GOOD) * first.step_s:
+        more = step_s / first.step_s - 1
+        lines.append(f"{name} is as good here, {more:+.1%} of 2bw's step, and learns from the newest weights")
+    return lines
+
+
+def _is_late(run: RunShape) -> bool:
+    return run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead
+
+
+def _by_fresh_schedules(job: Job, run: RunShape, cluster: Cluster) -> Iterator[tuple[ScheduleName, float]]:
+    """(schedule, seconds of its step) of the same run by those of the newest weights, where it fits."""
+    shape = decoder_shape(job.model)
+    for name, chunks in SCHEDULED:
+        pipeline = PipelineConfig(name, chunks=chunks)
+        other = replace(run, pipeline=pipeline)
+        fits = run.pp * pipeline.stages_per_rank <= job.model.num_layers
+        if fits and estimate_memory(shape, other).peak_bytes <= cluster.memory_bytes:
+            yield name, StepClock(shape, other, cluster).time().step_s
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------

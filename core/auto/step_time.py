@@ -316,7 +316,8 @@ class StepClock:
     def _own(self) -> list[list[Part]]:
         own: list[list[Part]] = [[] for _ in range(self.run.pp)]
         for part in self._parts:
-            own[self.stages.rank_of(part.block)].append(part)
+            for rank in self.stages.ranks_with(part.block):
+                own[rank].append(part)
         return own
 
     def _update(self, rank: int) -> float:

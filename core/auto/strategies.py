@@ -4,7 +4,8 @@
    blocks, rows, experts and the model's own plan allow; each in the formats that the GPU computes in (`precisions`).
 2. `runs` of a mesh: ZeRO, the schedule of the stages, rows of a microbatch, checkpointing, when gradients are reduced.
    What does not fit is dropped by `core.estimate.estimate_memory`. Where all that a microbatch can keep is too much,
-   larger ones are not tried. gpipe is not: 1f1b takes as long and keeps less.
+   larger ones are not tried. gpipe is not: 1f1b takes as long and keeps less. 2bw, which learns from old weights, is
+   where a job names it.
 3. Gemini's budgets, where a run of ZeRO-3 does not fit them.
 4. Of the rest a time that the step cannot be under (`StepClock.least_s`) is known by sums alone. In its order a plan is
    run on the clock unless one is there that is no slower than that and takes no more memory. Those that none beats in
@@ -28,6 +29,7 @@ from core.mesh import TpMode
 from core.models.decoder import DecoderConfig
 from core.optim.build import OptimConfig
 from core.parallel.context import check_length
+from core.parallel.correction import CorrectionName
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
 from core.parallel.recompute import RecomputeMode
 from core.precision import Precision, compute_dtype
@@ -45,6 +47,9 @@ SCHEDULED: tuple[tuple[ScheduleName, int], ...] = (
     *(("1f1b", 2), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 2), ("zbv", 2)),
 )
 """Schedules and stages of a rank under `interleaved`."""
+ALLOWED: tuple[ScheduleName, ...] = ("2bw",)
+"""Schedules that learn from old weights, and are tried where a job names them: what those of 2bw, one update old, cost
+is known."""
 BUDGETS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 """Gemini's, as shares of what a run may take of a device."""
 
@@ -56,6 +61,8 @@ class Job:
     batches    rows of the global batch: of a batch that grows all that it has, the last one being planned
     precision  the one of 16 bits that is tried, where it is one and the GPU has it
     held       options by their dotted names that are given: `mesh.tp`, `zero`, …
+    schedules  of stages that are tried; empty: the one that is held, or those whose gradients are of the newest weights
+    correction  of old weights, where a schedule has them
     """
 
     model: DecoderConfig
@@ -64,6 +71,24 @@ class Job:
     precision: Precision = "bf16"
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     held: Mapping[str, Any] = field(default_factory=dict)
+    schedules: tuple[ScheduleName, ...] = ()
+    correction: CorrectionName = "none"
+
+    def __post_init__(self) -> None:
+        known = tuple(dict.fromkeys((*(name for name, _ in SCHEDULED), *ALLOWED)))
+        held = self.held.get("pipeline.schedule")
+        for option, names in (("schedules", self.schedules), ("pipeline.schedule", (held,) if held else ())):
+            for name in names:
+                if name not in known:
+                    raise UserError(f"{option}={name}: {_why_not_searched(name)}; use {', '.join(known)}")
+
+    @property
+    def scheduled(self) -> list[tuple[ScheduleName, int]]:
+        """Schedules that are tried, and stages of a rank under `interleaved`."""
+        held = self.held.get("pipeline.schedule")
+        names = self.schedules or ((held,) if held else tuple(name for name, _ in SCHEDULED))
+        others: list[tuple[ScheduleName, int]] = [(name, 2) for name in ALLOWED]
+        return [(name, chunks) for name, chunks in (*SCHEDULED, *others) if name in names]
 
     @property
     def batch(self) -> int:
@@ -236,11 +261,19 @@ def _data_forms(job: Job, mesh: RunShape, cluster: Cluster) -> Iterator[RunShape
                 yield run
 
 
+def _why_not_searched(name: str) -> str:
+    if name == "gpipe":
+        return "it is not searched, since 1f1b takes as long and keeps less"
+    return "it is not searched, since its weights are older with every stage, and what that costs is not known"
+
+
 def _pipelines(job: Job, run: RunShape) -> Iterator[PipelineConfig]:
-    for name, chunks in SCHEDULED if run.pp > 1 else SCHEDULED[:1]:
-        pipeline = PipelineConfig(name, chunks=chunks)
+    for name, chunks in job.scheduled if run.pp > 1 else SCHEDULED[:1]:
+        spec = SCHEDULES[name]
+        pipeline = PipelineConfig(name, chunks=chunks, correction=job.correction if spec.runs_ahead else "none")
         fits = run.pp == 1 or run.pp * pipeline.stages_per_rank <= job.model.num_layers
-        refused = run.zero == 3 and "zero=3" in SCHEDULES[name].refuses and run.pp > 1
+        given = {"zero=2": run.zero == 2, "zero=3": run.zero == 3, "precision=fp16": run.precision == "fp16"}
+        refused = run.pp > 1 and any(given.get(option) for option in spec.refuses)
         allowed = job.allows("pipeline.schedule", name)
         allowed = allowed and (name != "interleaved" or job.allows("pipeline.chunks", chunks))
         if fits and allowed and not refused:
@@ -257,7 +290,8 @@ def runs(job: Job, mesh: RunShape, cluster: Cluster) -> Iterator[list[RunShape]]
                     number = rows // size
                     if size > MOST_ROWS or not job.allows("microbatch", size) or (each and number == 1):
                         continue
-                    if not job.allows("reduce_each", each):
+                    fewest = SCHEDULES[pipeline.schedule].fewest(pipeline.replicas_of(of_data.pp))
+                    if not job.allows("reduce_each", each) or number < fewest:
                         continue
                     run = replace(
                         of_data,

@@ -24,7 +24,8 @@ hands each gradient to its bucket as soon as it is there, so the peak is the lar
 2. backward   the way back begins: the same without logits, and one block's recomputed activations and gradients
 3. gradients  the way back ends: all gradients, and the first block's activations or the embedding's second gradient
 4. update     the gradients of what this rank updates, the optimizer's scratch
-and where gradients are compressed, of one more: they with the errors of before and what they are decompressed to.
+and of one more each where gradients are compressed (they with the errors of before and what they are decompressed to)
+and where replicas of a stage add theirs up, message by message.
 
 What it leaves out: the allocator's fragmentation, the CUDA context (0.5 to 1 GB), libraries' workspaces, padding,
 and what context parallelism has on its way: two blocks of keys and values and of their gradients.
@@ -41,7 +42,7 @@ import torch
 
 from core.config import UserError, in_words
 from core.estimate.local import outer_bytes
-from core.estimate.pipeline import run_schedule, stages_of
+from core.estimate.pipeline import overlapping_schedule, run_schedule, stages_of
 from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
@@ -107,7 +108,8 @@ def estimate_places(model: ModelShape, run: RunShape) -> dict[int, MemoryEstimat
     stages = stages_of(model, run)
     own: list[list[Part]] = [[] for _ in range(run.pp)]
     for part in model.parts(run):
-        own[stages.rank_of(part.block)].append(part)
+        for rank in stages.ranks_with(part.block):
+            own[rank].append(part)
     sizes = {id(block): _block_bytes(block, run) for block in (model.block, model.largest_block)}
     telling = _telling(model, run, stages, own)
     return {rank: _rank_memory(model, run, stages, rank, own[rank], sizes) for rank in telling}
@@ -117,12 +119,13 @@ def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[lis
     """Ranks of which one is the fullest: of those with alike stages the ones that keep more microbatches at a time."""
     if run.pp == 1:
         return [0]
-    in_flight, telling = run_schedule(run, overlapping=True).in_flight, dict[Any, list[int]]()
+    in_flight, telling = overlapping_schedule(run).in_flight, dict[Any, list[int]]()
     for rank, parts in enumerate(own):
         blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
         sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
-        ahead = _goes_on(run, rank), _versions(run, rank), _waiting_steps(run, rank)
-        others = telling.setdefault((*blocks, sizes, stages.owners[-1] == rank, *ahead), [])
+        stage = stages.own(rank)[0]
+        ahead = _goes_on(run, stages, rank), _versions(run, stage), _waiting_steps(run, stage)
+        others = telling.setdefault((*blocks, sizes, rank in stages.last_ranks, *ahead), [])
         if not any(_keeps_as_much(in_flight[other], in_flight[rank]) for other in others):
             others.append(rank)
     return [rank for ranks in telling.values() for rank in ranks]
@@ -184,7 +187,7 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
             yield f"--mesh.cp {cp}", replace(run, cp=cp)
     for pp in (2 * run.pp, 4 * run.pp, 8 * run.pp):
         if pp * run.pipeline.stages_per_rank <= model.num_blocks:
-            yield f"--mesh.pp {pp}", replace(run, pp=pp, pipeline=replace(run.pipeline, split=()))
+            yield f"--mesh.pp {pp}", replace(run, pp=pp, pipeline=replace(run.pipeline, split=(), replicas=()))
 
 
 @dataclass(frozen=True)
@@ -210,11 +213,11 @@ def _rank_memory(
     model: ModelShape, run: RunShape, stages: StageSplit, rank: int, own: list[Part], sizes: Mapping[int, _BlockBytes]
 ) -> MemoryEstimate:
     """sizes: by the identity of the model's kinds of blocks."""
-    parts = own + _copies(model, run, stages, rank)
+    parts, stage = own + _copies(model, run, stages, rank), stages.own(rank)[0]
     of_gradients = _gradient_bytes if run.comm.compress is None else _compressed_gradient_bytes
-    state, grads = _state_bytes(parts, run, rank), of_gradients(model, parts, run, _goes_on(run, rank))
+    state, grads = _state_bytes(parts, run, stage), of_gradients(model, parts, run, _goes_on(run, stages, rank))
     errors, exchanged = (run.wide_bytes * n for n in model.compressed(run)[:2])
-    head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
+    head = _head_bytes(model, run, has_head=rank in stages.last_ranks)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
     block = sizes[id(model.largest_block)]
@@ -231,7 +234,7 @@ def _rank_memory(
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
     one_step = run.wide_bytes * _num_whole(parts)
-    earlier = _waiting_steps(run, rank) * one_step + _late_copies_bytes(model, run, stages, rank)
+    earlier = _waiting_steps(run, stage) * one_step + _late_copies_bytes(model, run, stages, rank)
     resident = state.resident + errors + bias + gathered + earlier + _on_their_way(run, block.input)
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
@@ -241,8 +244,10 @@ def _rank_memory(
     }
     if errors:
         phases["compression"] = resident + grads.whole + exchanged
+    if (added_up := _added_up_bytes(parts, run, stage)) > 0:
+        phases["replicas"] = resident + grads.whole + added_up
     if (under_way := _steps_at_an_end(run)) > 1:
-        rest = state.resident - (_versions(run, rank) - 1) * run.width_bytes * _num_whole(parts)
+        rest = state.resident - (_versions(run, stage) - 1) * run.width_bytes * _num_whole(parts)
         phases["end"] = rest + (under_way - 1) * one_step + max(grads.own + kernel + _before_update(parts, run), sent)
     return MemoryEstimate(
         parameters_bytes=state.parameters,
@@ -269,7 +274,7 @@ def _rank_memory(
 def _copies(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> list[Part]:
     """A tied head's weight where the embedding is on another rank, which then has its optimizer state."""
     head = model.head
-    if head is None or not head.tied or stages.owners[-1] != rank or stages.owners[0] == rank:
+    if head is None or not head.tied or rank not in stages.last_ranks or stages.owners[0] == rank:
         return []
     return [model.copied_part(run)]
 
@@ -279,36 +284,44 @@ def _late_copies_bytes(model: ModelShape, run: RunShape, stages: StageSplit, ran
     spec = SCHEDULES[run.pipeline.schedule]
     if run.pp == 1 or not spec.updates_at_once:
         return 0
-    more = spec.versions(0, run.pp) - spec.versions(rank, run.pp)
+    more = spec.versions(0, run.num_stages) - spec.versions(stages.own(rank)[0], run.num_stages)
     return more * run.width_bytes * _num_whole(_copies(model, run, stages, rank))
 
 
-def _goes_on(run: RunShape, rank: int) -> bool:
+def _goes_on(run: RunShape, stages: StageSplit, rank: int) -> bool:
     """Whether a rank runs forwards when it has gradients of earlier microbatches of a step."""
     if run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead:
-        return run.num_microbatches > 1
+        return run.num_microbatches > len(stages.ranks_of(stages.own(rank)[0]))
     return run.pp == 1 or run_schedule(run).goes_on[rank]
 
 
-def _versions(run: RunShape, rank: int) -> int:
-    """Versions of its parameters that a rank holds."""
-    return SCHEDULES[run.pipeline.schedule].versions(rank, run.pp) if run.pp > 1 else 1
+def _versions(run: RunShape, stage: int) -> int:
+    """Versions of its parameters that a rank of a stage holds."""
+    return SCHEDULES[run.pipeline.schedule].versions(stage, run.num_stages) if run.pp > 1 else 1
 
 
-def _waiting_steps(run: RunShape, rank: int) -> int:
+def _waiting_steps(run: RunShape, stage: int) -> int:
     """Steps whose gradients wait for the norm of all stages, while those of another one come."""
-    return SCHEDULES[run.pipeline.schedule].gradients(rank, run.pp) - 1 if run.pp > 1 else 0
+    return SCHEDULES[run.pipeline.schedule].gradients(stage, run.num_stages) - 1 if run.pp > 1 else 0
+
+
+def _added_up_bytes(parts: list[Part], run: RunShape, stage: int) -> float:
+    """What replicas of a stage hold beside gradients while they add them up: a message, and what comes in for it."""
+    replicas = run.pipeline.replicas[stage] if run.pp > 1 and run.pipeline.replicas else 1
+    if replicas == 1:
+        return 0.0
+    return 2.0 * min(run.wide_bytes * _num_updated(parts), BUCKET_BYTES)
 
 
 def _steps_at_an_end(run: RunShape) -> int:
     """Steps whose gradients wait behind a step that begins no other, when their versions are gone."""
     spec = SCHEDULES[run.pipeline.schedule]
-    return spec.depth(run.pp) if run.pp > 1 and not spec.updates_at_once else 0
+    return spec.depth(run.num_stages) if run.pp > 1 and not spec.updates_at_once else 0
 
 
 def _on_their_way(run: RunShape, message_bytes: float) -> float:
     """Activations and gradients that a stage has sent and not yet let go of."""
-    sent = run.num_microbatches * (1 + SCHEDULES[run.pipeline.schedule].depth(run.pp))
+    sent = run.num_microbatches * (1 + SCHEDULES[run.pipeline.schedule].depth(run.num_stages))
     return min(MOST_UNFINISHED, sent) * message_bytes if run.pp > 1 else 0.0
 
 
@@ -348,7 +361,7 @@ def _before_update(parts: list[Part], run: RunShape) -> int:
     return run.wide_bytes * _num_updated(parts) * _corrected(run).keeps_changes
 
 
-def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
+def _state_bytes(parts: list[Part], run: RunShape, stage: int) -> _State:
     whole, sharded = _num_whole(parts), _num_updated(parts)
     width, wide = run.width_bytes, run.wide_bytes
     state = sum(part.state for part in parts)
@@ -358,9 +371,9 @@ def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
     if run.zero == 3:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
     master, reduced = (wide, wide) if width < wide else (0, 0)
-    versions = _versions(run, rank)
+    versions = _versions(run, stage)
     ahead = run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead
-    delay = SCHEDULES[run.pipeline.schedule].delay(rank, run.pp) if run.pp > 1 else 0
+    delay = SCHEDULES[run.pipeline.schedule].delay(stage, run.num_stages) if run.pp > 1 else 0
     correction = _corrected(run).make
     if ahead and ((run.zero and run.shard_ranks > 1) or correction.leads(delay)):
         master = wide  # of its own: a master that is a view of one version would hold all of it
@@ -533,7 +546,7 @@ def _block_activations(
     heads = _waiting_heads(model, run, stages, rank)
     behind_forwards, ever = (
         heads + max(sum(kept_by[stage] * n + pending_by[stage] * waits for stage, n, waits in one) for one in moments)
-        for moments in run_schedule(run, overlapping=True).moments[rank]
+        for moments in overlapping_schedule(run).moments[rank]
     )
     return behind_forwards, ever, beyond
 
@@ -555,9 +568,9 @@ def _segment_levels(model: ModelShape, run: RunShape, blocks: range) -> tuple[fl
 
 def _waiting_heads(model: ModelShape, run: RunShape, stages: StageSplit, rank: int) -> float:
     """Bytes that heads keep for backwards that do not follow at once: of gpipe, a gradient of the weight each."""
-    if stages.owners[-1] != rank or model.head is None:
+    if rank not in stages.last_ranks or model.head is None:
         return 0.0
-    most = run_schedule(run, overlapping=True).heads_waiting
+    most = overlapping_schedule(run).heads_waiting
     weight_bytes = run.width_bytes * largest_share(model.head.vocab_size, run.tp) * model.head.width
     return (most - 1) * (_head_bytes(model, run, has_head=True).activations + weight_bytes)
 

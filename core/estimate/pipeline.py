@@ -67,9 +67,11 @@ def stages_of(model: ModelShape, run: RunShape) -> StageSplit:
 
 
 def _stages_of(model: ModelShape, run: RunShape) -> StageSplit:
-    owner_of = owners(run.pipeline.schedule, run.pp, run.pipeline.chunks) if run.pp > 1 else (0,)
-    split = run.pipeline.split or split_by_cost(model.num_blocks, len(owner_of), stage_costs(model, run))
-    return StageSplit(tuple(stage_ranges(split)), owner_of)
+    pipeline = run.pipeline
+    owner_of = owners(pipeline.schedule, run.pp, pipeline.chunks, pipeline.replicas) if run.pp > 1 else (0,)
+    costs = stage_costs(model, run)
+    split = pipeline.split or split_by_cost(model.num_blocks, len(owner_of), costs, pipeline.replicas)
+    return StageSplit(tuple(stage_ranges(split)), owner_of, replicas=pipeline.replicas)
 
 
 def step_on_a_clock(run: RunShape, cost: Callable[[Action], float], message: float) -> float:
@@ -78,18 +80,20 @@ def step_on_a_clock(run: RunShape, cost: Callable[[Action], float], message: flo
     spec = SCHEDULES[pipeline.schedule]
     if not spec.runs_ahead:
         return span(run_schedule(run), cost, message)
-    few = 2 + spec.depth(run.pp)
-    one, other = (
-        span(schedule(pipeline.schedule, run.pp, run.num_microbatches, steps=steps), cost, message)
-        for steps in (few, 2 * few)
-    )
+    few = 2 + spec.depth(run.num_stages)
+    one, other = (span(run_schedule(run, steps), cost, message) for steps in (few, 2 * few))
     return (other - one) / few
 
 
-def run_schedule(run: RunShape, overlapping: bool = False) -> Schedule:
-    """That of a step; overlapping: of as many as are under way at once, where steps overlap."""
-    steps = SCHEDULES[run.pipeline.schedule].depth(run.pp) + 1 if overlapping else 1
-    return schedule(run.pipeline.schedule, run.pp, run.num_microbatches, run.pipeline.chunks, steps)
+def run_schedule(run: RunShape, steps: int = 1) -> Schedule:
+    """That of so many steps, which overlap."""
+    pipeline = run.pipeline
+    return schedule(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, steps, replicas=pipeline.replicas)
+
+
+def overlapping_schedule(run: RunShape) -> Schedule:
+    """That of as many steps as are under way at once."""
+    return run_schedule(run, SCHEDULES[run.pipeline.schedule].depth(run.num_stages) + 1)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class Timeline:
 def timeline_of(run: RunShape, of: Schedule, times: Times) -> Timeline:
     """times: measured or simulated."""
     pipeline = run.pipeline
-    theory = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=run.again)
+    stages = run.num_stages if pipeline.replicas else run.pp  # what is published is of one rank a stage
+    theory = bubble_in_theory(pipeline.schedule, stages, run.num_microbatches, pipeline.chunks, again=run.again)
     return Timeline(of, times, bubble_fraction(of, times), theory)
 
 

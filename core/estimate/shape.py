@@ -375,6 +375,10 @@ class RunShape:
         return self.microbatch_size * -(-self.sequence_length // self.cp)
 
     @property
+    def num_stages(self) -> int:
+        return self.pipeline.num_stages(self.pp) if self.pp > 1 else 1
+
+    @property
     def num_data_ranks(self) -> int:
         return self.dp_replicate * self.dp_shard
 

@@ -144,6 +144,11 @@ def estimate_step(
             "optimizer, such as adamw, and add what docs/optim.md says of its memory"
         )
     spec = SCHEDULES[parallel.pipeline.schedule]
+    if max(parallel.pipeline.replicas, default=1) > 1:
+        raise UserError(
+            "pipeline.replicas: a step is foreseen of stages of one rank each; leave it out, or plan our decoder, of "
+            "which there are closed forms"
+        )
     if mesh.pp > 1 and spec.depth(mesh.pp) > 1:
         raise UserError(
             f"pipeline.schedule={parallel.pipeline.schedule} on mesh.pp={mesh.pp}: its stages hold more versions than "
@@ -159,7 +164,7 @@ def estimate_step(
 
 def _drained(pipeline: PipelineConfig) -> PipelineConfig:
     """The schedule of whose actions the steps of one that runs ahead are cut."""
-    return replace(pipeline, schedule="1f1b", correction="none", correction_strength=None)
+    return replace(pipeline, schedule="1f1b", correction="none", correction_strength=None, replicas=())
 
 
 def _overlapping(one: StepEstimate, rank: int, mesh: MeshConfig, parallel: ParallelConfig) -> StepEstimate:

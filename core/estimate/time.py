@@ -49,6 +49,7 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     tokens = run.tokens * run.num_microbatches
     compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
     sent = _data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
+    sent += _stage_replicas_bytes(model, run)
     communication_s = sent / machine.bandwidth
     pipeline = run.pipeline
     bubble = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=run.again)
@@ -76,7 +77,7 @@ def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     Those of experts only among the ranks that hold copies. Of workers that train locally only within each, and a share
     of the round's average.
     """
-    dense, experts = (model.num_parameters(experts=which) / (run.tp * run.pp) for which in (False, True))
+    dense, experts = (model.num_parameters(experts=which) * _held(run) / run.tp for which in (False, True))
     if run.ep == 1:  # all travel alike
         dense, experts = dense + experts, 0.0
     in_steps = _replicas_bytes(dense, run, 1, model.compressed(run))
@@ -96,6 +97,19 @@ def _replicas_bytes(num_parameters: float, run: RunShape, ep: int, compressed: C
     between_replicas = wire_share("all_reduce", copies) * gradients / shards
     sharded = wire_share("all_gather", shards) * (gradients + gathers * parameters)
     return sharded + between_replicas + compressed.wire_bytes
+
+
+def _held(run: RunShape) -> float:
+    """The mean share of the parameters that a rank of the pipeline has: a stage of r replicas has the work of r."""
+    replicas = run.pipeline.replicas if run.pp > 1 else ()
+    return sum(number**2 for number in replicas) / run.pp**2 if replicas else 1 / run.pp
+
+
+def _stage_replicas_bytes(model: ModelShape, run: RunShape) -> float:
+    """Sent by one rank, in the mean: gradients among the replicas of its stage, of what ZeRO leaves it of them."""
+    gradients = run.wide_bytes * model.num_parameters() / run.tp / (run.shard_ranks if run.zero else 1)
+    replicas = run.pipeline.replicas if run.pp > 1 else ()
+    return sum(wire_share("all_reduce", number) * gradients * (number / run.pp) ** 2 for number in replicas)
 
 
 def _model_parallel_bytes(model: ModelShape, run: RunShape) -> float:
@@ -133,5 +147,5 @@ def _pipeline_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: activations to the next stage, gradients to the one before, of each of its stages."""
     if run.pp == 1:
         return 0.0
-    messages = 2 * run.pipeline.stages_per_rank * run.num_microbatches
+    messages = 2 * run.num_stages / run.pp * run.num_microbatches
     return messages * run.tokens * model.dim * run.width_bytes / run.tp

@@ -43,10 +43,12 @@ class Tally(Protocol):
         """Told when this stage's last forward of the step is over."""
         ...
 
-    def of_stage(self, loss: Tensor) -> Tensor:
+    def of_stage(self, loss: Tensor, replicas: int) -> Tensor:
         """The sums over the ranks of this stage, when its gradients are complete.
 
-        loss  the sum of the microbatches' losses; zero but on the last stage
+        loss      the sum of the microbatches' losses; zero but on the last stage
+        replicas  of the stage, each of which has some of its microbatches, and all of its gradients: the sums are this
+                  one's, and are added up over all of them
         """
         ...
 

@@ -42,10 +42,14 @@ class PipelinePlan:
 
 
 @lru_cache(512)
-def split_by_cost(num_blocks: int, num_stages: int, costs: Costs = ALIKE) -> tuple[int, ...]:
+def split_by_cost(
+    num_blocks: int, num_stages: int, costs: Costs = ALIKE, replicas: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     """Number of blocks of each stage, at least one: the largest cost of a stage is the least possible.
 
     Among equals it prefers even stages, by the sum of squared costs.
+
+    replicas  ranks that take the microbatches of each stage in turn: a stage costs each its share; empty: one each
     """
     assert 1 <= num_stages <= num_blocks, (num_stages, num_blocks)
     each = costs.blocks or (1.0,) * num_blocks
@@ -54,7 +58,7 @@ def split_by_cost(num_blocks: int, num_stages: int, costs: Costs = ALIKE) -> tup
 
     def cost(stage: int, start: int, stop: int) -> float:
         ends = costs.before * (stage == 0) + costs.behind * (stage == num_stages - 1)
-        return upto[stop] - upto[start] + ends
+        return (upto[stop] - upto[start] + ends) / (replicas[stage] if replicas else 1)
 
     small, more = divmod(num_blocks, num_stages)
     even = stage_ranges([small + (stage < more) for stage in range(num_stages)])
@@ -83,22 +87,37 @@ def stage_ranges(split: Sequence[int]) -> list[range]:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Blocks and rank (on the pp axis) of each stage."""
+    """Blocks and rank (on the pp axis) of each stage.
+
+    replicas  ranks of each stage, of which `owners` has the first and the others follow; empty: one each
+    """
 
     ranges: tuple[range, ...]
     owners: tuple[int, ...]
     plan: PipelinePlan = PipelinePlan()
+    replicas: tuple[int, ...] = ()
+
+    def ranks_of(self, stage: int) -> range:
+        """The ranks of a stage."""
+        first = self.owners[stage]
+        return range(first, first + (self.replicas[stage] if self.replicas else 1))
+
+    @property
+    def last_ranks(self) -> range:
+        """Those of the last stage."""
+        return self.ranks_of(len(self.owners) - 1)
 
     def own(self, rank: int) -> list[int]:
         """The stages of a rank."""
-        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
+        return [stage for stage in range(len(self.owners)) if rank in self.ranks_of(stage)]
 
     def stage_of_block(self, block: int) -> int:
         """The stage of a block; modules before the blocks (-1) are on the first, modules behind them on the last."""
         return next((s for s, blocks in enumerate(self.ranges) if block < blocks.stop), len(self.ranges) - 1)
 
-    def rank_of(self, block: int) -> int:
-        return self.owners[self._stages[min(max(block, 0), len(self._stages) - 1)]]
+    def ranks_with(self, block: int) -> range:
+        """The ranks of a block, or of what is before or behind them."""
+        return self.ranks_of(self._stages[min(max(block, 0), len(self._stages) - 1)])
 
     @cached_property
     def _stages(self) -> list[int]:
@@ -115,4 +134,8 @@ class StageSplit:
 
     def holders(self, names: Sequence[str]) -> tuple[int, ...]:
         """Ranks that hold a parameter of these names, the owner first."""
-        return tuple(dict.fromkeys(self.owners[self.stage_of(name)] for name in names))
+        return tuple(dict.fromkeys(rank for stage in self.stages_with(names) for rank in self.ranks_of(stage)))
+
+    def stages_with(self, names: Sequence[str]) -> list[int]:
+        """Stages that have a parameter of these names, the one that updates it first."""
+        return list(dict.fromkeys(self.stage_of(name) for name in names))

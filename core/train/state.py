@@ -316,12 +316,12 @@ class StepTally:
     def forwarded(self) -> None:
         self._load = take_load(self.parallel.model, self.parallel.device)
 
-    def of_stage(self, loss: Tensor) -> Tensor:
+    def of_stage(self, loss: Tensor, replicas: int) -> Tensor:
         mesh, stage = self.parallel.mesh, stage_axis(self.parallel.mesh)
         assert stage is not None
         copies = stage.size() // data_axis(mesh).size()
         stop = torch.full_like(loss, float(self.stop_requested()))
-        squares = gradient_squares(self.parallel.masters.values(), mesh).to(loss)
+        squares = gradient_squares(self.parallel.masters.values(), mesh).to(loss) / replicas
         load = () if self._load is None else ((self._load / _alike(mesh)).flatten().to(loss),)
         sums = torch.cat((torch.stack((loss / copies, stop, squares)), *load))
         if stage.size() > 1:

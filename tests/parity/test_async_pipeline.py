@@ -1,5 +1,6 @@
 """Pipelines that run ahead follow their recurrence, as one rank does that keeps the history of the weights, in fp64."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,8 @@ def deep(model: Any, num_layers: int = 5) -> Any:
 def late(
     num_ranks: int = 2, zero: int = 0, microbatches: int | None = 4, name: ScheduleName = "2bw", **options: Any
 ) -> dict[str, Any]:
-    given = {key: options.pop(key) for key in ("split", "clip", "correction", "correction_steps") if key in options}
+    keys = ("split", "clip", "correction", "correction_steps", "replicas")
+    given = {key: options.pop(key) for key in keys if key in options}
     pipeline = PipelineConfig(name, microbatches=microbatches, **given)
     parallel = ParallelConfig(zero=zero, precision="fp64", pipeline=pipeline, **options)
     return {"mesh": MeshConfig(pp=num_ranks), "parallel": parallel}
@@ -80,6 +82,28 @@ CASES |= {
     "pipedream-2x2": (4, Case(deep(GPT2), **late(**STASH), steps=7)),
     "sync-2x2-zero1": (4, Case(deep(GPT2), **late(zero=1, **SYNC), steps=7)),
 }
+TURNS: Any = {"replicas": (2, 1), "microbatches": 2}
+CASES |= {
+    "pipedream-replicas-2-1": (3, Case(deep(LLAMA), **late(3, name="pipedream", **TURNS), batch=11, steps=10)),
+    "sync-replicas-1-2-sgd": (
+        3,
+        Case(
+            deep(OPT),
+            **late(3, 0, 4, "pipedream_sync", replicas=(1, 2), recompute=FULL, split=(1, 4)),
+            batch=11,
+            steps=9,
+            optim="sgd",
+        ),
+    ),
+    "2bw-replicas-2-1-muon": (
+        3,
+        Case(deep(LLAMA), **late(3, microbatches=6, replicas=(2, 1)), batch=11, steps=7, optim="muon"),
+    ),
+    "pipedream-replicas-1-2-1": (
+        4,
+        Case(deep(LLAMA), **late(4, 0, 2, "pipedream", replicas=(1, 2, 1), clip="last"), batch=11, steps=12),
+    ),
+}
 LONG = {
     f"{options['name']}-{name}": (size, Case(model, **made, steps=steps, **more))
     for options in (STASH, SYNC)
@@ -96,6 +120,36 @@ LONG = {
         ("hybrid", 8, deep(GPT2), late(zero=1, **options) | {"mesh": HYBRID}, 7, {"batch": 16}),
         ("8", 8, deep(GPT2, 9), late(8, **options), 25, {}),
         ("4x2-zero1", 8, deep(GPT2), late(4, zero=1, **options | {"microbatches": 2}), 13, {}),
+    )
+}
+LONG |= {
+    f"{name}-replicas-{case}": (size, Case(model, **made | {"mesh": mesh}, steps=steps, **more))
+    for name, number in (("2bw", 12), ("pipedream", None), ("pipedream_sync", None))
+    for case, size, model, made, mesh, steps, more in (
+        ("3-1", 4, deep(LLAMA), late(4, 0, number, name, replicas=(3, 1)), MeshConfig(pp=4), 13, {"batch": 14}),
+        ("1-3", 4, deep(OPT), late(4, 0, number, name, replicas=(1, 3)), MeshConfig(pp=4), 10, {"batch": 13}),
+        ("2-1-1", 4, deep(LLAMA), late(4, 0, number, name, replicas=(2, 1, 1)), MeshConfig(pp=4), 13, {}),
+        ("2-2-muon", 4, deep(LLAMA), late(4, 0, number, name, replicas=(2, 2)), MeshConfig(pp=4), 9, {"optim": "muon"}),
+        ("2-1-topk", 3, deep(TOPK), late(3, 0, number, name, replicas=(2, 1)), MeshConfig(pp=3), 9, {"batch": 13}),
+        (
+            "3-1-2x2-zero1",
+            8,
+            deep(LLAMA),
+            late(4, 1, number, name, replicas=(3, 1)),
+            MeshConfig(pp=4, dp_shard=2),
+            9,
+            {"batch": 26},
+        ),
+        ("1-3-tp2", 8, deep(OPT), late(4, 0, number, name, replicas=(1, 3)), MeshConfig(pp=4, tp=2), 9, {}),
+        (
+            "3-2-1-1-1",
+            8,
+            deep(LLAMA, 7),
+            late(8, 0, 12, name, replicas=(3, 2, 1, 1, 1)),
+            MeshConfig(pp=8),
+            16,
+            {"batch": 13},
+        ),
     )
 }
 LONG["pipedream-4-last"] = (4, Case(deep(LLAMA), **late(4, clip="last", **STASH), batch=11, steps=13))
@@ -174,6 +228,29 @@ def test_follows_its_recurrence(ranks, name: str) -> None:
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from the recurrence"
 
 
+@pytest.mark.parametrize("fault", ahead.OF_REPLICAS)
+def test_a_fault_of_replicas_is_seen(ranks, fault: str) -> None:
+    case = Case(deep(LLAMA), **late(3, name="pipedream", recompute=FULL, **TURNS), batch=11, steps=5)
+    found = ranks(3).run(ahead.broken_run, case, fault)
+    assert largest_difference(found, of_simulator(ranks, case), case.steps)[0] > 1e4 * TOLERANCE
+
+
+def test_replicas_hold_the_same_to_the_bit(ranks) -> None:
+    case = Case(deep(LLAMA), **late(4, name="pipedream_sync", microbatches=3, replicas=(3, 1)), steps=7)
+    first, *others, _ = ranks(4).run(run, case)
+    for other in others:
+        assert other["displacement"].keys() == first["displacement"].keys()
+        for name, (_, value) in other["displacement"].items():
+            assert torch.equal(value, first["displacement"][name].value), name
+
+
+def test_stages_that_share_a_parameter_have_no_replicas(ranks) -> None:
+    case = Case(deep(GPT2), **late(3, name="pipedream", **TURNS))
+    for said in ranks(3).run(ahead.refused, case):
+        assert "pipeline.replicas=2 1: stages share 'embedding.tokens.weight'" in said
+        assert "\n" not in said
+
+
 def test_the_simulator_without_delay_is_synchronous_training(ranks) -> None:
     case = Case(deep(GPT2, 2))
     found, expected = ranks(1).run(delayed.none_late, case)[0], of_one_rank(ranks, case)
@@ -209,6 +286,12 @@ def test_a_fault_is_seen(ranks, fault: str, options: dict[str, Any]) -> None:
         *((2, {}, pauses) for pauses in [(), (2,), (1, 2, 4, 5), range(9)]),
         (3, STASH | {"clip": "last"}, (0, 4)),
         (3, SYNC, (1, 5)),
+        (3, TURNS | {"name": "pipedream_sync"}, (0, 3)),
+        *(
+            pytest.param(3, TURNS | more, pauses, marks=pytest.mark.soak)
+            for more in ({"name": "pipedream"}, {"microbatches": 6}, {"name": "pipedream_sync", "replicas": (1, 2)})
+            for pauses in ((0, 2), (3,), range(9))
+        ),
         *(
             pytest.param(size, options | {"microbatches": microbatches}, pauses, marks=pytest.mark.soak)
             for size in (2, 4)
@@ -220,7 +303,7 @@ def test_a_fault_is_seen(ranks, fault: str, options: dict[str, Any]) -> None:
 )
 def test_a_pause_changes_nothing(ranks, size: int, options: dict[str, Any], pauses: Sequence[int]) -> None:
     """To the bit: a step after which nothing is under way, as before a checkpoint, learns what it had learned."""
-    case = Case(deep(GPT2), **late(size, **options), batch=11, steps=8)
+    case = Case(deep(LLAMA if "replicas" in options else GPT2), **late(size, **options), batch=11, steps=8)
     expected, found = (ranks(size).run(ahead.run_with_pauses, case, steps) for steps in ((), pauses))
     for of_rank, straight in zip(found, expected, strict=True):
         assert of_rank["losses"] == straight["losses"]
@@ -281,6 +364,34 @@ def test_resumes_to_the_bit(
 
 
 @pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        ("pipedream", (2, 1)),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("2bw", (1, 2)), ("pipedream_sync", (2, 1)))),
+    ],
+)
+def test_replicas_resume_to_the_bit(ranks, tmp_path: Path, name: Any, replicas: tuple[int, ...]) -> None:
+    """With versions in flight, and dropout; and as many stages of one rank each go on with what replicas have saved."""
+    pipeline = PipelineConfig(name, microbatches=4, replicas=replicas)
+    config = config_of(tmp_path, checkpoint=CheckpointConfig(every=3), steps=STEPS, precision="fp64", recompute=FULL)
+    config = replace(config, mesh=MeshConfig(pp=3), pipeline=pipeline)
+    stopped = replace(config, out=tmp_path / "stopped")
+    ranks(3).run(train, replace(stopped, stop_after=STOP), 0.3)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "elsewhere")
+    found = ranks(3).run(outcome, replace(stopped, resume="auto"), 0.3)
+    expected = ranks(3).run(outcome, replace(config, out=tmp_path / "straight"), 0.3)
+    alone = replace(config, mesh=TWO, pipeline=replace(pipeline, replicas=()), out=tmp_path / "elsewhere")
+    first, last = ranks(2).run(outcome, replace(alone, resume="auto"), 0.3)
+    for (masters, rows), (straight_masters, straight_rows) in zip(found, expected, strict=True):
+        assert rows == straight_rows
+        for name, value in straight_masters.items():
+            if name != "seen":  # by a replica, of its own microbatches
+                assert torch.equal(masters[name], value), name
+                other = first[0] if name in first[0] else last[0]
+                assert (other[name] - value).abs().max() <= TOLERANCE, name
+
+
+@pytest.mark.parametrize(
     ("name", "updates"),
     [("2bw", {"": 1}), ("pipedream", {"blocks.0": 1, "": 0}), ("pipedream_sync", {"": 1})],
 )
@@ -331,6 +442,12 @@ def resumed_elsewhere(case: Case, folder: Path, saved: PipelineConfig) -> str:
     finally:
         checkpointer.close()
     return "was not refused"
+
+
+def test_a_checkpoint_of_replicas_of_other_stages_is_refused(ranks, tmp_path: Path) -> None:
+    case = Case(deep(LLAMA), **late(3, name="pipedream", split=(2, 3), **TURNS), batch=8)
+    (said,) = set(ranks(3).run(resumed_elsewhere, case, tmp_path, replace(case.parallel.pipeline, split=(3, 2))))
+    assert "with stages of 3 2 blocks, and this run has stages of 2 3" in said
 
 
 def test_a_checkpoint_of_other_stages_is_refused(ranks, tmp_path: Path) -> None:

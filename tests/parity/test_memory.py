@@ -184,6 +184,39 @@ OVERLAPPING_LONG: list[tuple[ScheduleName, int, int, Zero, Precision, int]] = [
 
 
 @pytest.mark.parametrize(
+    ("schedule", "replicas", "number"),
+    [
+        ("pipedream", (2, 1), 2),
+        *(
+            pytest.param(*row, marks=pytest.mark.soak)
+            for row in [
+                ("pipedream_sync", (2, 1), 4),
+                ("2bw", (2, 1), 6),
+                ("pipedream", (1, 2, 1), 4),
+                ("2bw", (1, 3), 9),
+            ]
+        ),
+    ],
+)
+def test_estimate_of_replicas(ranks, schedule: ScheduleName, replicas: tuple[int, ...], number: int) -> None:
+    pipeline, pp = PipelineConfig(schedule, replicas=replicas), sum(replicas)
+    run = RunShape(
+        precision="fp32",
+        pp=pp,
+        pipeline=pipeline,
+        microbatch_size=4,
+        num_microbatches=number,
+        sequence_length=STAGED.max_length,
+    )
+    staged = replace(STAGED, tied_head=False)
+    shape = decoder_shape(staged, device_type="cpu")
+    split = tuple(len(blocks) for blocks in stages_of(shape, run).ranges)
+    parallel = ParallelConfig(precision="fp32", pipeline=replace(pipeline, split=split))
+    measured = ranks(pp).run(ahead.peak_of_steps, staged, parallel, 4, number, pp, 2 * len(replicas))
+    assert estimate_memory(shape, run).peak_bytes == pytest.approx(max(measured), rel=0.1)
+
+
+@pytest.mark.parametrize(
     ("schedule", "size", "stages", "zero", "precision", "number"),
     [*OVERLAPPING, *(pytest.param(*row, marks=pytest.mark.soak) for row in OVERLAPPING_LONG)],
 )

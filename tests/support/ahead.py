@@ -17,6 +17,7 @@ from core.models.plan import pipeline_plan
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.parallel_model import Work
 from core.parallel.pipeline.ahead import AheadPipeline, Flight
+from core.parallel.pipeline.replicas import StageReplicas
 from core.parallel.pipeline.schedule import Action, Kind
 from core.placement.table import ModelPlan
 from core.precision import LossScale
@@ -27,7 +28,7 @@ from core.train.state import StepTally
 from tests.support import small
 from tests.support.accounted import decoder_loss
 from tests.support.delayed import SCALE, History
-from tests.support.training import Case, run
+from tests.support.training import Case, build, run
 
 
 class NoTally:
@@ -38,7 +39,7 @@ class NoTally:
     def forwarded(self) -> None:
         pass
 
-    def of_stage(self, loss: Tensor) -> Tensor:
+    def of_stage(self, loss: Tensor, replicas: int) -> Tensor:
         return loss.view(1)
 
 
@@ -126,12 +127,20 @@ def refusal(config: TrainConfig) -> str:
     return "was not refused"
 
 
+def refused(case: Case) -> str:
+    try:
+        build(case)
+    except UserError as error:
+        return str(error)
+    return "was not refused"
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
 def broken_run(case: Case, fault: str) -> dict[str, Any]:
     """The case with a fault of that name: see `FAULTS`."""
-    with FAULTS[fault]():
+    with (FAULTS | OF_REPLICAS)[fault]():
         return run(case)
 
 
@@ -164,8 +173,8 @@ def _sums_of_one_stage() -> Iterator[None]:
     """The norm is that of the stages behind alone."""
     of_stage = StepTally.of_stage
 
-    def without_others(tally: StepTally, loss: Tensor) -> Tensor:
-        sums, pipeline = of_stage(tally, loss), tally.parallel
+    def without_others(tally: StepTally, loss: Tensor, replicas: int) -> Tensor:
+        sums, pipeline = of_stage(tally, loss, replicas), tally.parallel
         assert isinstance(pipeline, AheadPipeline)
         sums[2] *= pipeline.rank > 0
         return sums
@@ -196,6 +205,25 @@ def _masters_in_a_version() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _gradients_of_one_replica() -> Iterator[None]:
+    with patch.object(StageReplicas, "add_up_gradients", lambda *_: None):
+        yield
+
+
+@contextmanager
+def _norm_of_one_replica_more() -> Iterator[None]:
+    """Each replica says that all gradients are its own."""
+    of_stage = StepTally.of_stage
+    with patch.object(StepTally, "of_stage", lambda tally, loss, _: of_stage(tally, loss, 1)):
+        yield
+
+
+OF_REPLICAS = {
+    "gradients of one replica": _gradients_of_one_replica,
+    "norm of one replica more": _norm_of_one_replica_more,
+    "newest weights in the backward of a replica": _newest_in_the_backward,
+}
 FAULTS = {
     "newest weights in the backward": _newest_in_the_backward,
     "newest weights in the forward": _newest_in_the_forward,

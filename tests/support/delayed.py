@@ -170,7 +170,8 @@ def delayed_run(
 
 def of_schedule(case: Case, microbatch: int | None = None) -> dict[str, Any]:
     """What a pipelined case's recurrence comes to."""
-    stages, pipeline = case.mesh.pp, case.parallel.pipeline
+    pipeline = case.parallel.pipeline
+    stages = pipeline.num_stages(case.mesh.pp)
     spec, stage = SCHEDULES[pipeline.schedule], stage_of(case)
     precision = case.parallel.precision
     plain = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision=precision), microbatch=microbatch)
@@ -187,13 +188,15 @@ def stage_of(case: Case) -> Callable[[str], int]:
     """name of a parameter -> the stage that updates it."""
     plan = decoder_plan(case.model, case.mesh).pipeline
     assert plan is not None
-    split = case.parallel.pipeline.split or split_by_cost(case.model.num_layers, case.mesh.pp, plan.costs)
+    pipeline = case.parallel.pipeline
+    last = pipeline.num_stages(case.mesh.pp) - 1
+    split = pipeline.split or split_by_cost(case.model.num_layers, last + 1, plan.costs, pipeline.replicas)
     ranges = stage_ranges(split)
 
     def stage(name: str) -> int:
         block = re.match(rf"{plan.blocks}\.(\d+)\.", name)
         if block is None:
-            return 0 if any(name.startswith(before) for before in plan.before) else case.mesh.pp - 1
+            return 0 if any(name.startswith(before) for before in plan.before) else last
         return next(stage for stage, blocks in enumerate(ranges) if int(block[1]) in blocks)
 
     return stage

@@ -15,6 +15,7 @@ from core.models.decoder import Decoder, DecoderConfig
 from core.models.pretrained import save_pretrained
 
 WORDS = ["plan", "--model", "gpt2_124m", "--gpu", "a100-40gb", "--batch", "48"]
+STAGED = [*WORDS, "--gpus", "2", "--mesh.pp", "2"]
 SMALL = DecoderConfig(vocab_size=97, dim=32, num_layers=4, num_heads=4, ffn_dim=48, max_length=64)
 
 
@@ -114,9 +115,46 @@ def test_a_name_stands_for_its_recipe(capsys) -> None:
     assert capsys.readouterr().out == named
 
 
+def test_2bw_is_tried_where_it_is_allowed(capsys, monkeypatch) -> None:
+    """With what its old weights are expected to cost, and never without being asked for."""
+    words = ["plan", "--model", "debug", "--gpus", "4", "--gpu", "a100-40gb", "--batch", "8", "--mesh.pp", "4"]
+    plain = plans(capsys, *words)
+    assert {plan["options"]["pipeline.schedule"] for plan in plain["plans"]}.isdisjoint({"2bw"})
+    assert "--schedules 1f1b interleaved zb-h1 zbv 2bw" in plain["old_weights"][0]
+    said = plans(capsys, *words, "--schedules", "1f1b", "2bw")
+    late = [plan for plan in said["plans"] if plan["options"]["pipeline.schedule"] == "2bw"]
+    assert late
+    assert {plan["options"]["pipeline.schedule"] for plan in said["plans"]} <= {"1f1b", "2bw"}
+    assert "one update old" in said["old_weights"][0]
+    for plan in late:
+        config = parsed(plan["command"], 4, monkeypatch)
+        assert config.pipeline.schedule == "2bw"
+        assert estimate_memory(decoder_shape(config.model), run_shape(config)).peak_bytes == plan["memory_bytes"]
+    alone = plans(capsys, *words, "--pipeline.schedule", "2bw", "--pipeline.correction", "error_feedback")
+    assert {plan["options"]["pipeline.schedule"] for plan in alone["plans"]} == {"2bw"}
+    assert "adamw and error_feedback" in alone["old_weights"][0]
+    config = parsed(alone["plans"][0]["command"], 4, monkeypatch)
+    assert config.pipeline.correction == "error_feedback"
+    found = estimate_memory(decoder_shape(config.model), run_shape(config)).peak_bytes
+    assert found == alone["plans"][0]["memory_bytes"]
+
+
+def test_what_is_as_good_as_2bw_is_said(capsys) -> None:
+    words = ["plan", "--model", "debug", "--gpus", "2", "--gpu", "a100-40gb", "--batch", "64", "--mesh.pp", "2"]
+    said = plans(capsys, *words, "--schedules", "zbv", "2bw", "--microbatch", "1")
+    assert any("is as good here" in line and "newest weights" in line for line in said["old_weights"])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([*STAGED, "--schedules", "pipedream"], "schedules=pipedream: it is not searched, since its weights are older"),
+        (
+            [*STAGED, "--pipeline.schedule", "gpipe"],
+            "pipeline.schedule=gpipe: it is not searched, since 1f1b takes as long",
+        ),
+        ([*STAGED, "--schedules", "2bw", "--pipeline.schedule", "zbv"], "both say what is tried; give one of them"),
+        ([*WORDS, "--schedules", "2bw"], "without a search; give --gpus"),
         ([*WORDS[:3], "--gpus", "8", "--batch", "48"], "of which kind"),
         ([*WORDS[:4], "a100-60gb", "--gpus", "8"], "no GPU is called 'a100-60gb', did you mean a100"),
         (

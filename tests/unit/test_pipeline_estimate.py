@@ -75,7 +75,7 @@ def test_a_large_head_gets_fewer_blocks_beside_it_and_still_makes_a_bubble() -> 
     assert costs.behind == pytest.approx(10 * costs.blocks[0])
     stages = stages_of(headed, run)
     assert [len(blocks) for blocks in stages.ranges] == [2, 2, 3, 1]
-    assert [stages.rank_of(block) for block in (-1, 0, 6, 7, 8)] == [0, 0, 2, 3, 3]
+    assert [stages.ranks_with(block)[0] for block in (-1, 0, 6, 7, 8)] == [0, 0, 2, 3, 3]
     timeline = simulated_timeline(headed, run, MACHINE)
     assert timeline.bubble > 2 * timeline.theory
 

@@ -10,7 +10,7 @@ import pytest
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig
-from core.parallel.pipeline.messages import Message, Step, message_of, with_messages
+from core.parallel.pipeline.messages import Meeting, Message, Step, message_of, with_messages
 from core.parallel.pipeline.schedule import (
     SCHEDULES,
     Action,
@@ -89,33 +89,55 @@ def test_every_microbatch_once_on_every_stage_and_nobody_waits_for_ever(name, ra
             assert times[before][1] <= begin
 
 
-@pytest.mark.parametrize(("name", "ranks", "number", "chunks"), every_schedule())
-def test_messages_arrive_where_every_exchange_stops_for_its_partners(name, ranks, number, chunks) -> None:
-    """The strictest reading: a message is sent when both sides are in the exchange, and who leaves it has sent all."""
-    of = schedule(name, ranks, number, chunks)
+@pytest.mark.parametrize(
+    "of", [*(partial(schedule, *sizes) for sizes in every_schedule()), *(
+        partial(schedule, name, sum(of), 12, steps=3, replicas=of)
+        for name in ("2bw", "pipedream", "pipedream_sync")
+        for of in [(2, 1), (1, 2), (3, 1), (2, 3), (3, 2, 1), (1, 1, 4)]
+    )]
+)  # fmt: skip
+def test_messages_arrive_where_every_exchange_stops_for_its_partners(of: partial[Schedule]) -> None:
+    """The strictest reading: a message is sent when both sides are in the exchange, and who leaves it has sent all.
+
+    Replicas of a stage leave a meeting when all are there, and what a stage says of a step is sent behind it.
+    """
+    name, of = of.args[0], of()
+    ranks = len(of.ranks)
     steps, at = with_messages(of), [0] * ranks
     here: list[set[Action]] = [set() for _ in range(ranks)]  # what was computed on the rank, or sent to it
     done: set[Message] = set()
+    met: set[tuple[int, Meeting]] = set()
 
     def step_of(rank: int) -> Step:
         return steps[rank][at[rank]] if at[rank] < len(steps[rank]) else ()
 
     while any(at[rank] < len(steps[rank]) for rank in range(ranks)):
-        messages = [step if not isinstance(step, Action) else () for step in map(step_of, range(ranks))]
+        messages = [step if isinstance(step, tuple) else () for step in map(step_of, range(ranks))]
         done |= {m for one in messages for m in one if m in messages[m.sender] and m in messages[m.receiver]}
+        alike = Counter(map(step_of, range(ranks)))
         going = [r for r in range(ranks) if at[r] < len(steps[r]) and done.issuperset(messages[r])]
+        going = [
+            r
+            for r in going
+            if not isinstance(step := step_of(r), Meeting) or alike[step] == of.num_replicas(step.stage)
+        ]
         assert going, [step_of(rank) for rank in range(ranks)]
         for rank in going:
             step = step_of(rank)
             if isinstance(step, Action):
                 assert set(needs(step, of.num_stages, SCHEDULES[name].splits_backward)) <= here[rank], step
                 here[rank].add(step)
+            if isinstance(step, Meeting):
+                met.add((rank, step))
             for message in messages[rank]:
                 assert message.sender != rank or message.action in here[rank]
+                if message.sender == rank and of.ends_step(message.action) and not message.is_forward:
+                    meeting = Meeting(message.action.microbatch, message.action.stage)
+                    assert (rank, meeting) in met or (meeting.microbatch + 1) % of.step
                 here[rank].add(message.action)
             at[rank] += 1
     sent = Counter(m for actions in of.ranks for a in actions if (m := message_of(a, of)) is not None)
-    planned = Counter(m for step in sum(steps, ()) if not isinstance(step, Action) for m in step)
+    planned = Counter(m for step in sum(steps, ()) if isinstance(step, tuple) for m in step)
     assert planned == Counter(dict.fromkeys(sent, 2)), "each message at its sender and at its receiver"
 
 

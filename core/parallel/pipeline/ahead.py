@@ -19,11 +19,14 @@ first that stage 0 runs behind the step's last backward.
 
 The norm of a step's gradients, and whether they are finite, is of all stages. The numbers of each stage (`Tally`) ride
 back with the gradient of the step's last microbatch, added up; the first stage then knows the sums, and they ride on
-with the activations of microbatch e. That comes before any forward that needs the update under 2bw and pipedream_sync;
-gradients of the steps between wait for it. Under pipedream a stage updates when it has a step's gradients
-(`Work.update`), and the sums are only told. A parameter of several stages is one there, too: everywhere as late as on
-the first, n - 1 updates. The copy's gradient goes to its owner with the step's last backward there, and the value comes
-back before microbatch e does.
+with the activations of microbatch e, of r replicas with those of e to e + r - 1, one for each. That comes before any
+forward that needs the update under 2bw and pipedream_sync; gradients of the steps between wait for it. Under pipedream
+a stage updates when it has a step's gradients (`Work.update`), and the sums are only told. A parameter of several
+stages is one there, too: everywhere as late as on the first, n - 1 updates. The copy's gradient goes to its owner with
+the step's last backward there, and the value comes back before microbatch e does.
+
+The replicas of a stage (`.replicas`) meet behind their last backwards of a step, and add up their gradients and what
+they say of it: all then know what one rank would, and update alike.
 
 A step after which something else looks at the weights (a checkpoint, an evaluation, the end) begins no other. Versions
 are told by number, not by time, so it learns the same as one that does; it pays 1f1b's bubble once.
@@ -46,44 +49,48 @@ from core.mesh import host_group
 from core.parallel.correction import CORRECTIONS
 from core.parallel.data import DataParallel, Replicas
 from core.parallel.parallel_model import Work
-from core.parallel.pipeline.messages import Message, Step, with_messages
+from core.parallel.pipeline.messages import Meeting, Message, Step, with_messages
+from core.parallel.pipeline.replicas import StageReplicas
 from core.parallel.pipeline.run import Pipeline, PipelineStep
-from core.parallel.pipeline.schedule import SCHEDULES, Action, F, Kind, PipelineConfig, ScheduleName, schedule
+from core.parallel.pipeline.schedule import SCHEDULES, Action, F, Kind, PipelineConfig, Schedule, ScheduleName, schedule
 from core.parallel.pipeline.shapes import Parcel
 from core.parallel.pipeline.stages import Stages
 from core.parallel.pipeline.versions import Ring, Version
 from core.placement.table import parameter_names
 
 
-def end_of_step(name: ScheduleName, num_ranks: int, number: int) -> int:
-    """The microbatch, counted from a step's first, before whose forward the step ends on every stage."""
-    return number + SCHEDULES[name].ahead(num_ranks, 0, number)
+def _first_forward(of: Schedule, rank: int, microbatch: int) -> Action:
+    """The rank's first forward from a microbatch on."""
+    (stage,) = of.stages_of(rank)
+    place = rank - of.owners[stage]
+    return F(microbatch + (place - microbatch) % of.num_replicas(stage), stage)
 
 
 @lru_cache
 def segment(
-    name: ScheduleName, num_ranks: int, number: int, before: int, following: int
+    name: ScheduleName, replicas: tuple[int, ...], number: int, before: int, following: int
 ) -> tuple[tuple[Step, ...], ...]:
-    """Each rank's actions and exchanges of a step; microbatches are counted from its first one.
+    """Each rank's actions, exchanges and meetings of a step; microbatches are counted from its first one.
 
-    before     steps since nothing was under way; more than `num_ranks` make no difference
+    replicas   ranks of each stage
+    before     steps since nothing was under way; more than there are ranks make no difference
     following  steps after it that are known; fewer than the schedule's depth: it runs all of them to their end
     """
-    before = min(before, num_ranks)
-    ranks = with_messages(schedule(name, num_ranks, number, steps=before + 1 + following))
-    first, end = number * before, end_of_step(name, num_ranks, number)
-    goes_on = following == SCHEDULES[name].depth(num_ranks)
+    before = min(before, sum(replicas))
+    of = schedule(name, sum(replicas), number, steps=before + 1 + following, replicas=replicas)
+    first, end = number * before, of.end
+    goes_on = following == SCHEDULES[name].depth(len(replicas))
     found = []
-    for rank, whole in enumerate(ranks):
-        start = whole.index(F(first - number + end, rank)) if before else 0
-        stop = whole.index(F(first + end, rank)) if goes_on else len(whole)
+    for rank, whole in enumerate(with_messages(of)):
+        start = whole.index(_first_forward(of, rank, first - number + end)) if before else 0
+        stop = whole.index(_first_forward(of, rank, first + end)) if goes_on else len(whole)
         found.append(tuple(_later(step, -first) for step in whole[start:stop]))
     return tuple(found)
 
 
 def _later(step: Step, number: int) -> Step:
     """The same of microbatches that come so many later."""
-    if isinstance(step, Action):
+    if isinstance(step, Action | Meeting):
         return replace(step, microbatch=step.microbatch + number)
     return tuple(replace(m, action=replace(m.action, microbatch=m.action.microbatch + number)) for m in step)
 
@@ -95,11 +102,14 @@ class AheadPipeline(Pipeline):
     taken   those that another stage updates, and this one is told of when a step ends; None where a step's end tells of
             them with the rest
     step    steps that are over
+    stage   of this rank
+    alike   the ranks of this stage
     """
 
     def __init__(self, inner: DataParallel, stages: Stages, config: PipelineConfig):
         assert isinstance(inner, Replicas), "what has no whole parameters is refused by the schedule"
         self.replicas, self.spec, self.step = inner, SCHEDULES[config.schedule], 0
+        (self.stage,) = stages.own
         self.updates_at_once, self.depth = self.spec.updates_at_once, self.spec.depth(stages.num_stages)
         self._flight: Flight | None = None
         self._waiting = deque[dict[str, Tensor | None]]()  # gradients of steps that wait for their sums
@@ -107,10 +117,12 @@ class AheadPipeline(Pipeline):
         self._evaluated: list[Version] | None = None
         self._make_rings(stages)
         super().__init__(inner, stages, config)
+        alike = stages.split.ranks_of(self.stage)
+        self.alike = StageReplicas([self.ranks[one] for one in alike], self.rank - alike.start, self.group)
         for ring in self.rings:
             ring.start(ring.newest)
         self._require_one_delay()
-        self.correction = config.correct(self.masters, self.rank, stages.num_stages)
+        self.correction = config.correct(self.masters, self.stage, stages.num_stages)
 
     def _require_one_delay(self) -> None:
         """Raises UserError where a correction would be of masters of one stage that are late by other numbers."""
@@ -125,7 +137,7 @@ class AheadPipeline(Pipeline):
     def _make_rings(self, stages: Stages) -> None:
         inner = self.replicas
         names = [names for names in parameter_names(inner.model) if names[0] in inner.masters]
-        late, num_stages = self.spec.delay(stages.rank, stages.num_stages), stages.num_stages
+        late, num_stages = self.spec.delay(self.stage, stages.num_stages), stages.num_stages
         holders = {of[0]: stages.shared.get(of[0], [stages.rank]) if self.updates_at_once else [] for of in names}
         kinds: dict[tuple[int, bool], dict[str, list[str]]] = {}
         for of in names:
@@ -157,8 +169,18 @@ class AheadPipeline(Pipeline):
         for ring in self.rings:
             ring.drop(step)
 
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return schedule(
+            self.config.schedule, self.axis.size(), num_microbatches, replicas=self.config.replicas_of(self.axis.size())
+        )
+
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         assert self._flight is None, "a step is under way"
+        if max(self.config.replicas, default=1) > 1:
+            raise UserError(
+                "pipeline.replicas with steps one by one, whose norm would count each replica; use "
+                "core.train.train_step, or one rank a stage"
+            )
         self._fill()
         self.install(self.step)
         total = super().run(microbatches, loss, scale)
@@ -192,6 +214,7 @@ class AheadPipeline(Pipeline):
     def reduce(self) -> None:
         """Complete the gradients of a step on this stage, and begin to add up those of the next one."""
         self.replicas.reduce()
+        self.alike.add_up_gradients(self.replicas.masters, self.replicas.table)
         self._reduce_shared()
         self.replicas.begin_step()
 
@@ -373,7 +396,7 @@ class Flight(PipelineStep):
     """
 
     def __init__(self, pipeline: AheadPipeline, work: Work):
-        self.ahead, self.number, self.stage = pipeline, len(work.microbatches), pipeline.rank
+        self.ahead, self.number, self.rank = pipeline, len(work.microbatches), pipeline.rank
         super().__init__(pipeline, pipeline.schedule(self.number), (), work.loss, work.scale)
         self.first = pipeline.step  # of the pipeline's steps
         self.step = self.known = 0  # steps that are over; those of which the work is known
@@ -383,7 +406,6 @@ class Flight(PipelineStep):
         self.so_far: dict[int, Tensor] = {}  # of these and this one,
         self.sums: dict[int, Tensor] = {}  # and of all
         self.drained = False
-        self.end = end_of_step(pipeline.config.schedule, self.of.num_stages, self.number)
 
     @property
     def under_way(self) -> bool:
@@ -416,15 +438,17 @@ class Flight(PipelineStep):
             self.known = step + 1
 
     def _advance(self, following: int) -> None:
-        steps = segment(self.ahead.config.schedule, self.of.num_stages, self.number, self.step, following)
-        for step in steps[self.stage]:
+        steps = segment(self.ahead.config.schedule, self.of.replicas, self.number, self.step, following)
+        for step in steps[self.rank]:
             what = _later(step, self.step * self.number)
             if isinstance(what, Action):
                 self.compute(what)
+            elif isinstance(what, Meeting):
+                self._complete(what.microbatch // self.number)
             else:
                 self.exchange(what)
         if following == self.ahead.depth:
-            self._receive(F(self.step * self.number + self.end, self.stage))
+            self._receive(_first_forward(self.of, self.rank, self.step * self.number + self.of.end))
             return
         self.drained = True
         self.finish()
@@ -434,26 +458,32 @@ class Flight(PipelineStep):
         self.sums |= dict(zip(range(self.step, self.known), rest.unbind(), strict=True))
 
     def compute(self, action: Action) -> None:
-        step, place = divmod(action.microbatch, self.number)
+        step = action.microbatch // self.number
         work = self.works[step]
         self.loss, self.scale, self.total = work.loss, work.scale, self.totals[step]
         self.ahead.install(self.first + step)
         super().compute(action)
-        if place == self.number - 1 and action.kind is Kind.FORWARD:
+        if action.kind is Kind.FORWARD and self.is_last(action):
             work.tally.forwarded()
-        elif place == self.number - 1:
-            self._complete(step, work)
 
     def is_last(self, action: Action) -> bool:
-        return action.microbatch % self.number == self.number - 1
+        return action.microbatch % self.number >= self.number - self.ahead.alike.number
 
-    def _complete(self, step: int, work: Work) -> None:
-        """The step's last backward on this stage is over."""
+    def _complete(self, step: int) -> None:
+        """The step's last backward on this stage is over, on all of its replicas."""
+        work, alike = self.works[step], self.ahead.alike
         self.ahead.drop(self.first + step)
         self.ahead.reduce()
-        own, behind = work.tally.of_stage(self.total), self.behind.pop(step, None)
-        self.so_far[step] = own if behind is None else own + behind
-        if self.stage == 0:
+        own = work.tally.of_stage(self.totals[step], alike.number)
+        alike.add_up(own)
+        self.so_far[step] = own
+        if self.ahead.stage < self.of.num_stages - 1:
+            # Of the stages behind, which have told the replica that has the step's last microbatch.
+            behind = self.behind.pop(step, None)
+            behind = torch.zeros_like(own) if behind is None else behind
+            alike.add_up(behind)
+            self.so_far[step] = own + behind
+        if self.ahead.stage == 0:
             self.sums[step] = self.so_far[step]
         if self.ahead.updates_at_once:
             assert work.update is not None, "a stage updates at once, and the work does not say how"
@@ -462,14 +492,14 @@ class Flight(PipelineStep):
             self.ahead.put_aside()
 
     def beside(self, message: Message) -> Parcel:
-        sends, microbatch = message.sender == self.stage, message.action.microbatch
+        sends, microbatch = message.sender == self.rank, message.action.microbatch
         if message.is_forward:
-            step, place = divmod(microbatch - self.end, self.number)
-            rides, sent = self.sums, self.sums
+            step, place = divmod(microbatch - self.of.end, self.number)
+            rides, sent, rode = self.sums, self.sums, self.of.num_replicas(message.action.stage + 1)
         else:
             step, place = divmod(microbatch + 1 - self.number, self.number)
-            rides, sent = self.behind, self.so_far
-        if step < 0 or place:
+            rides, sent, rode = self.behind, self.so_far, 1
+        if step < 0 or place >= rode:
             return ()
         if not sends:
             size = self.works[self.step].tally.size

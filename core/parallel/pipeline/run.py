@@ -38,7 +38,7 @@ from core.parallel.data import DataParallel
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.foreseen import ForeseenStep
-from core.parallel.pipeline.messages import MOST_UNFINISHED, Exchange, Message, with_messages
+from core.parallel.pipeline.messages import MOST_UNFINISHED, Exchange, Meeting, Message, with_messages
 from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, Schedule, schedule
 from core.parallel.pipeline.shapes import (
     Form,
@@ -86,7 +86,7 @@ class Pipeline(ParallelModel):
         self.rank = stages.rank
         self.masters = {n: m for n, m in inner.masters.items() if stages.shared.get(n, [self.rank])[0] == self.rank}
         self.observe: Callable[[Action, float, float], None] | None = None
-        self._shapes: dict[tuple[int, Any], Form] = {}
+        self._shapes: dict[tuple[int, Any, int], Form] = {}  # by cut, microbatch's shapes, and the other rank
         of = {names[0]: {stages.split.stage_of(name) for name in names} for names in parameter_names(self.model)}
         self._names = {stage: frozenset(n for n in of if stage in of[n]) for stage in stages.own}
         stages.evaluate = self._evaluate
@@ -166,7 +166,8 @@ class Pipeline(ParallelModel):
 
     def expect(self, form: Form) -> None:
         """Take it for the form of all that comes of microbatches without tensors, so that no other rank need say it."""
-        self._shapes |= {(cut, ()): form for cut in range(self.stages.num_stages - 1)}
+        cuts = range(self.stages.num_stages - 1)
+        self._shapes |= {(cut, (), self.stages.owners[side]): form for cut in cuts for side in (cut, cut + 1)}
 
     # --- parameters that stages share ---------------------------------------------------------------------------------
 
@@ -358,7 +359,7 @@ class PipelineStep:
         for what in with_messages(self.of)[self.pipeline.rank]:
             if isinstance(what, Action):
                 self.compute(what)
-            else:
+            elif not isinstance(what, Meeting):  # of steps one by one: `reduce`
                 self.exchange(what)
         self.finish()
 
@@ -495,16 +496,22 @@ class PipelineStep:
     def _post(self, messages: list[tuple[Message, Tensor]]) -> list[dist.Work]:
         operations = []
         for message, tensor in messages:
-            sends = message.sender == self.pipeline.rank
-            peer = self.pipeline.ranks[message.receiver if sends else message.sender]
+            sends, peer = message.sender == self.pipeline.rank, self.pipeline.ranks[self._other(message)]
             operations.append(dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer, self.pipeline.group))
         return dist.batch_isend_irecv(operations)
 
+    def _other(self, message: Message) -> int:
+        """The rank at the other end."""
+        return message.receiver if message.sender == self.pipeline.rank else message.sender
+
+    def _kind(self, message: Message) -> tuple[int, Any, int]:
+        return message.cut, self.signatures[message.action.microbatch], self._other(message)
+
     def _agree_on_shapes(self, messages: Exchange) -> None:
-        """Send the shapes of microbatches between two stages, where they are new, from the sender to the receiver."""
-        new: dict[tuple[int, Any], tuple[Message, Tensor]] = {}
+        """Send the shapes of microbatches between two ranks, where they are new, from the sender to the receiver."""
+        new: dict[tuple[int, Any, int], tuple[Message, Tensor]] = {}
         for message in messages:
-            kind = message.cut, self.signatures[message.action.microbatch]
+            kind = self._kind(message)
             if not message.is_forward:
                 continue
             known = self.pipeline._shapes.get(kind)
@@ -525,8 +532,7 @@ class PipelineStep:
             self.pipeline._shapes[kind] = _form_in(description)
 
     def _empty(self, message: Message) -> Parcel:
-        form = self.pipeline._shapes[message.cut, self.signatures[message.action.microbatch]]
-        return empty_parcel(form, self.total.device)
+        return empty_parcel(self.pipeline._shapes[self._kind(message)], self.total.device)
 
     def _wait_for_sends(self, most: int) -> None:
         while len(self.sent) > most:

@@ -25,14 +25,19 @@ waits for: W fills what would be a bubble.
     pipedream_sync  the same with weights of one update on all stages: that which the first had when the step entered
                  (PipeDream, section 3.3, vertical sync)
 
+Under the last three a stage may have several ranks, its replicas, which hold the same weights: microbatch b of stage s
+runs, both ways, on replica b mod r_s (Narayanan et al. 2019, section 3.2, 1F1B-RR). Behind a step's last backwards they
+meet and add up their gradients, so that a step is an update on every stage.
+
 `simulate` runs a schedule on a clock. It raises where ranks would wait for one another for ever.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from itertools import dropwhile
+from itertools import accumulate, dropwhile
 from typing import Literal
 
 from torch import Tensor
@@ -64,6 +69,9 @@ class PipelineConfig:
     clip: Literal["stage", "last"] = "stage"
     """norm that optim.clip_norm looks at under pipedream, whose stages do not wait for one another's: stage, of its own
     gradients; last, of all stages' in the latest step that all know, as many steps before as there are stages"""
+    replicas: tuple[int, ...] = ()
+    """ranks of each stage, first to last, under a schedule whose steps overlap: they take its microbatches in turn and
+    hold the same weights, so that a stage may have more blocks than others; empty: one each"""
     correction: CorrectionName = "none"
     """against gradients of old weights, where the schedule has them: lr_by_delay, prediction, nesterov, dc_asgd or
     error_feedback (docs/async_pipelines.md)"""
@@ -82,16 +90,27 @@ class PipelineConfig:
             )
         if any(blocks < 1 for blocks in self.split):
             raise UserError(f"pipeline.split={_spaced(self.split)}: every stage has at least one block")
+        if self.replicas:
+            self._check_replicas()
         self._check_correction()
+
+    def _check_replicas(self) -> None:
+        given = f"pipeline.replicas={_spaced(self.replicas)}"
+        if any(ranks < 1 for ranks in self.replicas) or len(self.replicas) < 2:
+            raise UserError(f"{given}; give each of two or more stages a positive number of ranks, such as 2 1")
+        if not SCHEDULES[self.schedule].runs_ahead:
+            raise UserError(
+                f"{given} with pipeline.schedule={self.schedule}: it has one rank for each of its stages; use "
+                f"--pipeline.schedule {_ahead_names()}, or --mesh.dp-replicate for copies of all stages"
+            )
 
     def _check_correction(self) -> None:
         """Raises UserError for a correction of a schedule whose weights are not late, and for values out of range."""
         given = f"pipeline.correction={self.correction}"
         if self.correction != "none" and not SCHEDULES[self.schedule].runs_ahead:
-            late = " or ".join(name for name, spec in SCHEDULES.items() if spec.runs_ahead)
             raise UserError(
                 f"{given} with pipeline.schedule={self.schedule}: its gradients are of the newest weights; leave "
-                f"it out, or use --pipeline.schedule {late}"
+                f"it out, or use --pipeline.schedule {_ahead_names()}"
             )
         strength, most = self.correction_strength, CORRECTIONS[self.correction].most
         if strength is not None and not 0 < strength < most:
@@ -121,24 +140,61 @@ class PipelineConfig:
     def stages_per_rank(self) -> int:
         return SCHEDULES[self.schedule].stages_per_rank(self.chunks)
 
+    def num_stages(self, num_ranks: int) -> int:
+        return len(self.replicas) or num_ranks * self.stages_per_rank
+
+    def replicas_of(self, num_ranks: int) -> tuple[int, ...]:
+        """Ranks of each stage, of a schedule whose steps overlap."""
+        return self.replicas or (1,) * num_ranks
+
+    @property
+    def turns(self) -> int:
+        """The microbatches of a step are a multiple of it: so all replicas of a stage have alike many."""
+        return math.lcm(*self.replicas)
+
     def microbatch_rows(self, rows: int, num_ranks: int) -> list[int]:
         """Rows of each microbatch of a rank's `rows`: as many as asked for, as far as there are rows, nearly equal."""
-        number = min(rows, self.microbatches or SCHEDULES[self.schedule].microbatches(num_ranks))
+        usual = self.turns * -(-SCHEDULES[self.schedule].microbatches(num_ranks) // self.turns)
+        number = min(rows, self.microbatches or usual)
         return [rows // number + (index < rows % number) for index in range(number)]
 
     def check_microbatches(self, number: int, num_ranks: int) -> None:
-        """Raises UserError where a step has too few for the schedule."""
-        if number < SCHEDULES[self.schedule].fewest(num_ranks):
+        """Raises UserError where a step has too few for the schedule, or its replicas cannot take turns."""
+        fewest = SCHEDULES[self.schedule].fewest(self.replicas_of(num_ranks))
+        has = f"with {number} microbatch{'es' * (number > 1)} a step on mesh.pp={num_ranks}"
+        if number < fewest and not self.replicas:
             raise UserError(
-                f"pipeline.schedule={self.schedule} with {number} microbatch{'es' * (number > 1)} a step on "
-                f"mesh.pp={num_ranks}: it needs one for each stage; use --pipeline.microbatches {num_ranks} or more "
-                "(and as many rows on each rank), or --pipeline.schedule 1f1b"
+                f"pipeline.schedule={self.schedule} {has}: it needs one for each stage; use --pipeline.microbatches "
+                f"{fewest} or more (and as many rows on each rank), or --pipeline.schedule 1f1b"
+            )
+        if number < fewest or number % self.turns:
+            least = self.turns * -(-max(fewest, number) // self.turns)
+            raise UserError(
+                f"pipeline.replicas={_spaced(self.replicas)} with pipeline.schedule={self.schedule} {has}: replicas "
+                f"take turns, and {self.schedule} needs {fewest}; use --pipeline.microbatches {least} or another "
+                f"multiple of {self.turns} from there (and as many rows on each rank)"
+            )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises UserError for replicas that are not these ranks."""
+        if self.replicas and sum(self.replicas) != num_ranks:
+            raise UserError(
+                f"pipeline.replicas={_spaced(self.replicas)} are {sum(self.replicas)} ranks, and mesh.pp={num_ranks}; "
+                f"use --mesh.pp {sum(self.replicas)}, or numbers that add up to {num_ranks}"
+            )
+
+    def check_shared(self, name: str) -> None:
+        """Raises UserError for a parameter that stages share, where these have replicas."""
+        if max(self.replicas, default=1) > 1:
+            raise UserError(
+                f"pipeline.replicas={_spaced(self.replicas)}: stages share '{name}', whose gradients would be those of "
+                "several replicas on each; use one rank a stage, or a model without it (--model.tied-head false)"
             )
 
     def check_delays(self, num_ranks: int) -> None:
         """Raises UserError for a correction that changes nothing at the delays of the stages."""
         delay = SCHEDULES[self.schedule].delay
-        stages = num_ranks * self.stages_per_rank
+        stages = self.num_stages(num_ranks)
         most = max(delay(stage, stages) for stage in range(stages))
         if CORRECTIONS[self.correction].needs_delays and most <= 1:
             raise UserError(
@@ -156,7 +212,7 @@ class PipelineConfig:
 
     def check_stages(self, num_ranks: int, num_blocks: int) -> None:
         """Raises UserError where the blocks do not make the stages."""
-        stages = num_ranks * self.stages_per_rank
+        stages = self.num_stages(num_ranks)
         if stages > num_blocks:
             most = num_blocks // self.stages_per_rank
             fits = f"use mesh.pp={most} or less" if most > 1 else "use fewer stages"
@@ -173,6 +229,10 @@ class PipelineConfig:
 
 def _spaced(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
+
+
+def _ahead_names() -> str:
+    return " or ".join(name for name, spec in SCHEDULES.items() if spec.runs_ahead)
 
 
 class Kind(StrEnum):
@@ -220,17 +280,56 @@ def W(microbatch: int, stage: int = 0) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """ranks: the actions of each rank, in order; owners: the rank of each stage."""
+    """Actions, and who runs them.
+
+    ranks     the actions of each rank, in order
+    owners    the first rank of each stage
+    replicas  ranks of each stage, which follow that one; empty: one each
+    step      microbatches of a step of several that overlap; 0: of all
+    end       the microbatch before whose forward the first of them ends on every stage
+    """
 
     ranks: tuple[tuple[Action, ...], ...]
     owners: tuple[int, ...]
+    replicas: tuple[int, ...] = ()
+    step: int = 0
+    end: int = 0
 
     @property
     def num_stages(self) -> int:
         return len(self.owners)
 
+    def num_replicas(self, stage: int) -> int:
+        return self.replicas[stage] if self.replicas else 1
+
     def stages_of(self, rank: int) -> list[int]:
-        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
+        return [s for s, first in enumerate(self.owners) if first <= rank < first + self.num_replicas(s)]
+
+    def rank_of(self, action: Action) -> int:
+        """The rank that runs it: replicas of a stage take microbatches in turn."""
+        return self.owners[action.stage] + action.microbatch % self.num_replicas(action.stage)
+
+    def ends_step(self, action: Action) -> bool:
+        """True of a rank's last backward of a step, of steps that overlap."""
+        if not self.step or action.kind is not Kind.BACKWARD:
+            return False
+        return action.microbatch % self.step >= self.step - self.num_replicas(action.stage)
+
+    def meeting(self, action: Action) -> list[Action]:
+        """The last backwards of an action's step on all replicas of its stage: when they end, gradients are whole."""
+        end = action.microbatch - action.microbatch % self.step + self.step
+        return [B(microbatch, action.stage) for microbatch in range(end - self.num_replicas(action.stage), end)]
+
+    def _needed(self, action: Action, before: Action | None, split: bool) -> list[Action]:
+        """What an action waits for; before: the one before it on its rank."""
+        found = needs(action, self.num_stages, split)
+        if before is not None and self.num_replicas(before.stage) > 1 and self.ends_step(before):
+            found += self.meeting(before)
+        behind = action.stage + 1
+        tells = self.step and action.kind is Kind.BACKWARD and (action.microbatch + 1) % self.step == 0
+        if tells and behind < self.num_stages and self.num_replicas(behind) > 1:
+            found += self.meeting(B(action.microbatch, behind))  # whose numbers travel with this gradient
+        return found
 
     @cached_property
     def order(self) -> "tuple[Due, ...]":
@@ -245,10 +344,10 @@ class Schedule:
             for rank, actions in enumerate(self.ranks):
                 while position[rank] < len(actions):
                     action = actions[position[rank]]
-                    needed = needs(action, self.num_stages, split)
+                    needed = self._needed(action, actions[position[rank] - 1] if position[rank] else None, split)
                     if not all(before in places for before in needed):
                         break
-                    waits = tuple((places[before], self.owners[before.stage] != rank) for before in needed)
+                    waits = tuple((places[before], self.rank_of(before) != rank) for before in needed)
                     places[action] = len(order)
                     order.append((action, rank, waits))
                     position[rank] += 1
@@ -300,24 +399,41 @@ Counts = tuple[int, ...]
 
 
 @lru_cache
-def schedule(name: ScheduleName, num_ranks: int, num_microbatches: int, chunks: int = 2, steps: int = 1) -> Schedule:
+def schedule(
+    name: ScheduleName,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int = 2,
+    steps: int = 1,
+    replicas: tuple[int, ...] = (),
+) -> Schedule:
     """Make the schedule of a step, or of several of a schedule that runs ahead, their microbatches numbered through.
 
-    num_microbatches  of a step
+    num_microbatches  of a step; a multiple of the replicas of each stage
     chunks            stages of a rank under `interleaved`
+    replicas          ranks of each stage of a schedule that runs ahead; empty: one each
     """
     spec = SCHEDULES[name]
-    assert steps == 1 or spec.runs_ahead, f"steps of {name} do not overlap"
-    if spec.runs_ahead:
-        made = (_overlapping(spec, num_ranks, rank, num_microbatches, steps) for rank in range(num_ranks))
-    else:
+    assert spec.runs_ahead or (steps == 1 and not replicas), f"steps of {name} do not overlap"
+    if not spec.runs_ahead:
         made = (spec.actions(num_ranks, rank, num_microbatches, chunks) for rank in range(num_ranks))
-    ranks = map(tuple, made)
-    return Schedule(tuple(ranks), owners(name, num_ranks, chunks))
+        return Schedule(tuple(map(tuple, made)), owners(name, num_ranks, chunks))
+    of = replicas or (1,) * num_ranks
+    assert sum(of) == num_ranks, (of, num_ranks)
+    assert not any(num_microbatches % one for one in of), (of, num_microbatches)
+    made = (
+        _overlapping(spec, of, stage, place, num_microbatches, steps)
+        for stage, ranks in enumerate(of)
+        for place in range(ranks)
+    )
+    end = spec.end_of_step(of, num_microbatches)
+    return Schedule(tuple(map(tuple, made)), owners(name, num_ranks, chunks, of), of, num_microbatches, end)
 
 
-def owners(name: ScheduleName, num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
-    """The rank of each stage: round after round, in a V there and back."""
+def owners(name: ScheduleName, num_ranks: int, chunks: int = 2, replicas: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The first rank of each stage: round after round, in a V there and back."""
+    if replicas:
+        return tuple(accumulate(replicas[:-1], initial=0))
     there = tuple(range(num_ranks))
     rounds = SCHEDULES[name].stages_per_rank(chunks)
     return there + there[::-1] if SCHEDULES[name].turns_back else there * rounds
@@ -334,11 +450,18 @@ def _one_f_one_b(num_ranks: int, rank: int, num_microbatches: int, chunks: int) 
     return _in_turn(forwards, backwards, num_ranks - 1 - rank)
 
 
-def _overlapping(spec: "ScheduleSpec", num_ranks: int, rank: int, number: int, steps: int) -> Iterator[Action]:
-    """1f1b of many steps' microbatches, with the forwards ahead that the schedule says."""
-    forwards = [F(n, rank) for n in range(number * steps)]
-    backwards = [B(n, rank) for n in range(number * steps)]
-    return _in_turn(forwards, backwards, spec.ahead(num_ranks, rank, number))
+def _overlapping(
+    spec: "ScheduleSpec", replicas: tuple[int, ...], stage: int, place: int, number: int, steps: int
+) -> Iterator[Action]:
+    """1f1b of a replica's microbatches of many steps, with the forwards ahead that the schedule says."""
+    own = range(place, number * steps, replicas[stage])
+    ahead = spec.ahead(replicas, stage, number) // replicas[stage]
+    return _in_turn([F(n, stage) for n in own], [B(n, stage) for n in own], ahead)
+
+
+def _as_many_as_behind(replicas: Sequence[int], stage: int) -> int:
+    """Microbatches that keep the ranks behind a stage busy, also where they meet, in whole turns of its own."""
+    return replicas[stage] * -(-sum(2 * number - 1 for number in replicas[stage + 1 :]) // replicas[stage])
 
 
 def _interleaved(num_ranks: int, rank: int, num_microbatches: int, chunks: int) -> Iterator[Action]:
@@ -413,15 +536,15 @@ class ScheduleSpec:
     splits_backward  into the gradient of a stage's input and those of its weights
     delay            (stage, stages) -> updates that the weights are old with which a stage computes a step, both ways:
                      step t takes those of max(t - delay, 0) updates. More than 0: its steps overlap (`.ahead`)
-    ahead            (ranks, rank, microbatches of a step) -> forwards that a rank has made when it begins its first
-                     backward, of steps that overlap
+    ahead            (ranks of each stage, stage, microbatches of a step) -> forwards that the ranks of a stage have
+                     made when they begin their first backward, of steps that overlap; a multiple of these ranks
     versions         (stage, stages) -> versions of the weights that it holds: of the steps whose backward is to come,
                      and the newest
     gradients        (stage, stages) -> gradients of whole steps that it holds: what is added up, and what waits for the
                      norm of all stages. Where nothing is to follow, the steps that are under way all wait, each in the
                      place of a version: together the two are as many as before
     updates_at_once  each stage when it has a step's gradients, without the norm of all
-    fewest           ranks -> microbatches that a step has at least
+    fewest           ranks of each stage -> microbatches that a step has at least
     microbatches     ranks -> those that it has unless it is said
     refuses          option -> why it does not go with the schedule
     """
@@ -433,11 +556,11 @@ class ScheduleSpec:
     turns_back: bool = False
     splits_backward: bool = False
     delay: Callable[[int, int], int] = lambda stage, stages: 0
-    ahead: Callable[[int, int, int], int] = lambda ranks, rank, number: 0
+    ahead: Callable[[Sequence[int], int, int], int] = lambda replicas, stage, number: 0
     versions: Callable[[int, int], int] = lambda stage, stages: 1
     gradients: Callable[[int, int], int] = lambda stage, stages: 1
     updates_at_once: bool = False
-    fewest: Callable[[int], int] = lambda ranks: 1
+    fewest: Callable[[Sequence[int]], int] = lambda replicas: 1
     microbatches: Callable[[int], int] = lambda ranks: MICROBATCHES_PER_STAGE * ranks
     refuses: Mapping[str, str] = field(default_factory=dict)
 
@@ -446,9 +569,13 @@ class ScheduleSpec:
         """True where a step begins before the one before it ends, so that its actions are those of a long run."""
         return self.delay(0, 2) > 0
 
-    def depth(self, ranks: int) -> int:
+    def depth(self, stages: int) -> int:
         """Steps after the one that runs of which something was computed or received when that one ends."""
-        return (ranks + self.ahead(ranks, 0, ranks)) // ranks if self.runs_ahead else 0
+        return (stages + self.ahead((1,) * stages, 0, stages)) // stages if self.runs_ahead else 0
+
+    def end_of_step(self, replicas: Sequence[int], number: int) -> int:
+        """The microbatch, counted from a step's first, before whose forward the step ends on every stage."""
+        return number + self.ahead(replicas, 0, number)
 
 
 _SPLIT_BACKWARD = {
@@ -494,10 +621,10 @@ SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
         lambda backward, _: 1 + backward,
         lambda ranks, rank, number, _: min(number, ranks - rank),
         delay=lambda stage, stages: 1,
-        ahead=lambda ranks, rank, number: ranks - 1 - rank,
+        ahead=lambda replicas, stage, number: _as_many_as_behind(replicas, stage),
         versions=lambda stage, stages: 2,
         gradients=lambda stage, stages: 1 + (stage > 0),
-        fewest=lambda ranks: ranks,
+        fewest=lambda replicas: _as_many_as_behind(replicas, 0) + 2 * max(replicas) - 1,
         refuses=_VERSIONS,
     ),
     "pipedream": ScheduleSpec(
@@ -505,7 +632,7 @@ SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
         lambda backward, _: 1 + backward,
         lambda ranks, rank, number, _: (ranks - 1 - rank) * number + 1,
         delay=lambda stage, stages: stages - 1 - stage,
-        ahead=lambda ranks, rank, number: (ranks - 1 - rank) * number,
+        ahead=lambda replicas, stage, number: (len(replicas) - 1 - stage) * number,
         versions=lambda stage, stages: stages - stage,
         updates_at_once=True,
         microbatches=lambda ranks: 1,
@@ -520,7 +647,7 @@ SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
         lambda backward, _: 1 + backward,
         lambda ranks, rank, number, _: (ranks - 1 - rank) * number + 1,
         delay=lambda stage, stages: stages - 1,
-        ahead=lambda ranks, rank, number: (ranks - 1 - rank) * number,
+        ahead=lambda replicas, stage, number: (len(replicas) - 1 - stage) * number,
         versions=lambda stage, stages: stages - stage,
         gradients=lambda stage, stages: stage + 1,
         microbatches=lambda ranks: 1,
@@ -546,15 +673,21 @@ def needs(action: Action, num_stages: int, split: bool) -> list[Action]:
 Times = dict[Action, tuple[float, float]]
 
 
-def simulate(of: Schedule, cost: Callable[[Action], float], message: float = 0.0) -> Times:
+def simulate(
+    of: Schedule,
+    cost: Callable[[Action], float],
+    message: float = 0.0,
+    earliest: Callable[[Action], float] = lambda action: 0.0,
+) -> Times:
     """Run a schedule on a clock: each action begins when its rank is free and its inputs are there.  Returns its times.
 
-    cost     action -> how long it takes
-    message  how long a result takes to another rank
+    cost      action -> how long it takes
+    message   how long a result takes to another rank
+    earliest  action -> when it may begin
     Raises ValueError, with each rank's wait, where no rank can go on.
     """
     actions = (action for action, *_ in of.order)
-    return dict(zip(actions, _clock(of, cost, message)))
+    return dict(zip(actions, _clock(of, cost, message, earliest)))
 
 
 def span(of: Schedule, cost: Callable[[Action], float], message: float = 0.0) -> float:
@@ -562,11 +695,16 @@ def span(of: Schedule, cost: Callable[[Action], float], message: float = 0.0) ->
     return max(end for _, end in _clock(of, cost, message))
 
 
-def _clock(of: Schedule, cost: Callable[[Action], float], message: float) -> list[tuple[float, float]]:
+def _clock(
+    of: Schedule,
+    cost: Callable[[Action], float],
+    message: float,
+    earliest: Callable[[Action], float] = lambda action: 0.0,
+) -> list[tuple[float, float]]:
     """Beginning and end of each action, in their order."""
     free, times = [0.0] * len(of.ranks), list[tuple[float, float]]()
     for action, rank, waits in of.order:
-        begin = free[rank]
+        begin = max(free[rank], earliest(action))
         for before, crosses in waits:
             begin = max(begin, times[before][1] + message if crosses else times[before][1])
         free[rank] = begin + cost(action)

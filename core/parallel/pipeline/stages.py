@@ -32,15 +32,18 @@ def split_into_stages(model: nn.Module, plan: PipelinePlan, num_ranks: int, conf
     Raises UserError for a plan that does not fit the model, and for more stages than blocks.
     """
     num_blocks = len(_blocks_of(model, plan))
+    config.check_ranks(num_ranks)
     config.check_stages(num_ranks, num_blocks)
-    owner_of = owners(config.schedule, num_ranks, config.chunks)
-    split = config.split or split_by_cost(num_blocks, len(owner_of), plan.costs)
-    return StageSplit(tuple(stage_ranges(split)), owner_of, plan)
+    owner_of = owners(config.schedule, num_ranks, config.chunks, config.replicas)
+    split = config.split or split_by_cost(num_blocks, len(owner_of), plan.costs, config.replicas)
+    return StageSplit(tuple(stage_ranges(split)), owner_of, plan, config.replicas)
 
 
 def cut_into_stages(model: nn.Module, split: StageSplit, axis: DeviceMesh, config: PipelineConfig) -> "Stages":
     """Take from the model what other ranks of the axis have."""
     stages = Stages(model, split, axis.get_local_rank())
+    for name in stages.shared:
+        config.check_shared(name)
     if SCHEDULES[config.schedule].splits_backward:
         stages.note_ends()
     return stages
@@ -150,7 +153,7 @@ class _Slot:
 class Stages:
     """The parts of `model` that this rank has, and the switch between them.
 
-    owners     rank (on the pp axis) of each stage
+    owners     rank (on the pp axis) of each stage, of several the first
     ranges     blocks of each stage
     own        the stages of this rank
     current    the stage that computes; None: none
@@ -194,7 +197,7 @@ class Stages:
         """Parameters of other ranks' stages; and the buffers of modules that have lost their parameters."""
         for names in parameter_names(self.model):
             holders = list(self.split.holders(names))
-            if len(holders) > 1:
+            if len(self.split.stages_with(names)) > 1 and len(holders) > 1:
                 self.shared[names[0]] = holders
             if self.rank not in holders:
                 for name in names:
