@@ -246,5 +246,5 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
     two.check_microbatches(6, 3)
     with pytest.raises(UserError, match=r"2bw needs 5; use --pipeline.microbatches 6"):
         two.check_microbatches(2, 3)
-    with pytest.raises(UserError, match=r"stages share 'head.weight'.*--model.tied-head false"):
+    with pytest.raises(UserError, match=r"stages share 'head.weight'.*--model.no-tied-head"):
         config.check_shared("head.weight")
