@@ -87,7 +87,8 @@ class Job:
         """Schedules that are tried, and stages of a rank under `interleaved`."""
         held = self.held.get("pipeline.schedule")
         names = self.schedules or ((held,) if held else tuple(name for name, _ in SCHEDULED))
-        return [(n, chunks) for n, chunks in (*SCHEDULED, *((n, 2) for n in ALLOWED)) if n in names]
+        every: list[tuple[ScheduleName, int]] = [*SCHEDULED, *((name, 2) for name in ALLOWED)]
+        return [(name, chunks) for name, chunks in every if name in names]
 
     @property
     def batch(self) -> int:
