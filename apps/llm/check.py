@@ -41,7 +41,7 @@ def _not_checked(config: PretrainConfig) -> Iterator[tuple[str, str]]:
         yield f"gemini.budget={config.gemini.budget}", "whose plan is a trace of the step itself"
     if config.recompute.mode == "budget":
         yield "recompute.mode=budget", "whose plan is a trace of the step itself"
-    if max(config.pipeline.replicas, default=1) > 1:
+    if config.pipeline.has_replicas:
         yield "pipeline.replicas", "of which no rank is run alone"
 
 

@@ -144,7 +144,7 @@ def estimate_step(
             "optimizer, such as adamw, and add what docs/optim.md says of its memory"
         )
     spec = SCHEDULES[parallel.pipeline.schedule]
-    if max(parallel.pipeline.replicas, default=1) > 1:
+    if parallel.pipeline.has_replicas:
         raise UserError(
             "pipeline.replicas: a step is foreseen of stages of one rank each; leave it out, or plan our decoder, of "
             "which there are closed forms"

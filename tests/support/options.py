@@ -41,6 +41,7 @@ TRAINING: dict[str, Any] = {
     "pipeline.correction_strength": 0.5,
     "pipeline.cost": "measured",
     "pipeline.microbatches": 3,
+    "pipeline.replicas": (2, 1),
     "pipeline.schedule": "gpipe",
     "pipeline.split": (1, 2),
     "recompute.budget": "1GiB",

@@ -176,7 +176,7 @@ class AheadPipeline(Pipeline):
 
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         assert self._flight is None, "a step is under way"
-        if max(self.config.replicas, default=1) > 1:
+        if self.config.has_replicas:
             raise UserError(
                 "pipeline.replicas with steps one by one, whose norm would count each replica; use "
                 "core.train.train_step, or one rank a stage"

@@ -148,6 +148,10 @@ class PipelineConfig:
         return self.replicas or (1,) * num_ranks
 
     @property
+    def has_replicas(self) -> bool:
+        return max(self.replicas, default=1) > 1
+
+    @property
     def turns(self) -> int:
         """The microbatches of a step are a multiple of it: so all replicas of a stage have alike many."""
         return math.lcm(*self.replicas)
@@ -185,10 +189,10 @@ class PipelineConfig:
 
     def check_shared(self, name: str) -> None:
         """Raises UserError for a parameter that stages share, where these have replicas."""
-        if max(self.replicas, default=1) > 1:
+        if self.has_replicas:
             raise UserError(
                 f"pipeline.replicas={_spaced(self.replicas)}: stages share '{name}', whose gradients would be those of "
-                "several replicas on each; use one rank a stage, or a model without it (--model.tied-head false)"
+                "several replicas on each; use one rank a stage, or a model without it (--model.no-tied-head)"
             )
 
     def check_delays(self, num_ranks: int) -> None:
