@@ -495,10 +495,9 @@ class LocalTraining:
         own = {f"{of}{name}": tensor for name, tensor in tensors.items() if name not in shared}
         shared |= {f"model/{name}": value for name, value in self.outer.items()}
         shared |= {f"outer/momentum/{name}": value for name, value in self.momentum.items()}
-        if self._coded is not None:
+        rounds, means, buffers = self._loaded = self._on_their_way()
+        if self._coded is not None:  # whose errors a sum that is made changes
             own |= self._coded.stored(of)
-        rounds, means, buffers = self._on_their_way()
-        self._loaded = rounds, means, buffers
         own[f"{of}rounds"] = rounds
         shared |= {f"outer/arriving/{name}": value for name, value in means.items()}
         return shared | own | {f"outer/arriving_buffer/{name}": value for name, value in buffers.items()}
