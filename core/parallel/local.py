@@ -539,7 +539,9 @@ class LocalTraining:
                 flat = [_flat([means[name] for name in self._messages[index]]) for index in fragment.messages]
                 of_first = buffers.values() if fragment is self._fragments[0] else ()
                 flat_buffers = torch.cat([self._weight.new_zeros(0), *(b.flatten() for b in of_first)])
-                found = _Sum(row[4:].clone(), flat, flat_buffers)
+                told = row[4:].clone()
+                told[3] = 0  # who was asked to stop has stopped
+                found = _Sum(told, flat, flat_buffers)
                 fragment.arriving = _Arriving(partial(_known, found), int(row[3]))
         self._loaded = None
 
