@@ -27,7 +27,20 @@ def test_workers_learn_and_theta_is_what_is_evaluated(tmp_path: Path) -> None:
 
 def test_plan_prices_a_round() -> None:
     plain, local = (
-        llm("plan", "--recipe", "gpt2_124m", "--nproc", 8, "--gpu", "H100", "--data.global-batch", 64, *options)
+        llm(
+            "plan",
+            "--recipe",
+            "gpt2_124m",
+            "--nproc",
+            8,
+            "--gpu",
+            "H100",
+            "--data.global-batch",
+            64,
+            "--zero",
+            0,
+            *options,
+        )
         for options in ((), ("--local.every", 50, "--local.bits", 2))
     )
     assert "8 workers of 50 steps a round: a rank sends" in local
