@@ -495,10 +495,9 @@ class LocalTraining:
         own = {f"{of}{name}": tensor for name, tensor in tensors.items() if name not in shared}
         shared |= {f"model/{name}": value for name, value in self.outer.items()}
         shared |= {f"outer/momentum/{name}": value for name, value in self.momentum.items()}
-        if self._coded is not None:
+        rounds, means, buffers = self._loaded = self._on_their_way()
+        if self._coded is not None:  # whose errors a sum that is made changes
             own |= self._coded.stored(of)
-        rounds, means, buffers = self._on_their_way()
-        self._loaded = rounds, means, buffers
         own[f"{of}rounds"] = rounds
         shared |= {f"outer/arriving/{name}": value for name, value in means.items()}
         return shared | own | {f"outer/arriving_buffer/{name}": value for name, value in buffers.items()}
@@ -540,7 +539,9 @@ class LocalTraining:
                 flat = [_flat([means[name] for name in self._messages[index]]) for index in fragment.messages]
                 of_first = buffers.values() if fragment is self._fragments[0] else ()
                 flat_buffers = torch.cat([self._weight.new_zeros(0), *(b.flatten() for b in of_first)])
-                found = _Sum(row[4:].clone(), flat, flat_buffers)
+                told = row[4:].clone()
+                told[3] = 0  # who was asked to stop has stopped
+                found = _Sum(told, flat, flat_buffers)
                 fragment.arriving = _Arriving(partial(_known, found), int(row[3]))
         self._loaded = None
 

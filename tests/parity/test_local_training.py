@@ -341,10 +341,10 @@ def test_resumed_to_the_bit_within_a_round(ranks, tmp_path: Path) -> None:
         resumed: list[Found] = ranks(2).run(run, replace(given, resume="auto"), 0.3)
         straight: list[Found] = ranks(2).run(run, replace(given, out=tmp_path / f"{name}-straight"), 0.3)
         for one, other in zip(resumed, straight, strict=True):
-            assert one.summary["loss"] == other.summary["loss"]
+            assert one.summary["loss"] == other.summary["loss"], name
             for mine, theirs in ((one.end, other.end), (one.outer, other.outer), (one.momentum, other.momentum)):
                 assert mine
-                assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+                assert all(torch.equal(value, theirs[key]) for key, value in mine.items()), name
 
 
 def test_resumed_on_another_mesh_inside_its_workers(ranks, tmp_path: Path) -> None:
