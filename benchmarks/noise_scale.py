@@ -1,76 +1,203 @@
-"""What --noise-scale costs: steps of `llm pretrain` with it and without, in turns, on one rank.
+"""What --noise-scale costs: steps of `llm pretrain` with it and without, in one process, on one rank.
 
-Turns of one run each way follow one another, so that what else the machine does falls on both; a step's time is the
-median over all turns. The demo is what the target is of. The recipe debug, sixteen layers a few numbers wide, has as
-many gradients and hardly any work: there the hooks are seen.
+Steps go in pairs, one of each kind in an order drawn at random, so that what else the machine does falls on both alike;
+the cost is a trimmed mean of the pairs' differences, with its interval. A step is `train_step` and what `fit` then
+writes and shows of it. Both clocks are read: that on the wall, and the processor time of this process, on which others'
+work does not fall. Operations that the estimate adds are counted, and are the same on every machine.
+
+The demo is what the target is of, and the recipe debug, sixteen layers a few numbers wide, which has four times as many
+gradients and hardly any work: there the hooks are seen.
 """
 
-import json
+import math
+import random
 import statistics
 import sys
 import tempfile
-from contextlib import redirect_stdout
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from statistics import NormalDist
+from typing import Any
 
-from apps.llm.pretrain import main as pretrain
+import torch
+from rich.console import Console
+
+from apps.llm.batches import training_batches
+from apps.llm.corpus import prepare
+from apps.llm.loss import num_targets, token_loss
+from apps.llm.recipes import RECIPES
 from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
-from core.config import UserError, run_command
+from core.compat import TorchDispatchMode
+from core.compose import parallelize
+from core.config import run_command
+from core.metrics import Progress, RunLog
+from core.models.decoder import Decoder, initialise
+from core.models.plan import decoder_plan
+from core.optim.build import build_optimizer
+from core.precision import LossScale
+from core.runtime import start
+from core.train import TrainState, train_step
+from core.train.noise import NoiseScale
 
-CASES = {"demo": 8, "debug": 12}
-"""Recipe -> rows of a microbatch, of which a step has two."""
 MOST = 0.02
-TURNS, STEPS, FIRST = 6, 12, 3
-"""Turns, steps of a run, and those of its first that are not counted."""
+FIRST = 6
+"""Steps that are not counted: memory is found, averages get state."""
+READ = "aten::_local_scalar_dense"
+TRIMMED = 0.2
+"""Share of the pairs that are left out at either end: a burst of others' work falls on one step of a pair."""
 
 
-def step_times(recipe: str, microbatch: int, steps: int, noise_scale: bool) -> list[float]:
-    """Seconds of the steps of a run."""
-    with tempfile.TemporaryDirectory(prefix="noise-scale-") as folder:
-        out = Path(folder) / "run"
-        options = [
-            *("--recipe", recipe, "--microbatch", str(microbatch), "--stop-after", str(steps), "--device", "cpu"),
-            *("--precision", "fp32", "--out", str(out), "--data.cache", str(ROOT / "runs" / "corpora"), "--no-hf"),
-            *(["--noise-scale"] if noise_scale else []),
-        ]
-        with redirect_stdout(StringIO()):
-            code = pretrain(options)
-        if code:
-            raise UserError(f"a run of {recipe} ended with exit code {code}; no result")
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        assert all(("noise_scale" in row) == noise_scale for row in rows)
-        return [row["step_s"] for row in rows][min(FIRST, steps - 1) :]
+@dataclass(frozen=True)
+class Case:
+    """microbatch: its rows, half of a step's; pairs: of steps that are measured"""
+
+    microbatch: int
+    pairs: int
+
+
+CASES = {"demo": Case(8, 160), "debug": Case(12, 300)}
+QUICK = 2
+
+
+class Run:
+    """The steps of a run of a recipe, each with the estimate or without."""
+
+    def __init__(self, recipe: str, microbatch: int, steps: int, out: Path, stack: ExitStack):
+        """stack  closes what the run holds"""
+        config = replace(
+            RECIPES[recipe](), microbatch=microbatch, steps=steps, device="cpu", precision="fp32", out=out,
+            noise_scale=True,
+        )  # fmt: skip
+        corpus = prepare(config.data, ROOT / "runs" / "corpora")
+        runtime = stack.enter_context(start(config.device, config.seed))
+        self.config, self.batches = config, training_batches(config, corpus)
+        mesh = runtime.mesh(config.mesh, config.zero)
+        with torch.device("meta"):
+            model = Decoder(config.model)
+        plan = decoder_plan(config.model, config.mesh)
+        parallel = parallelize(model, mesh, config, plan, materialise=lambda made: initialise(made, config.seed))
+        optimizer = build_optimizer(config.optim, parallel.masters)
+        self.state = TrainState(parallel, optimizer, LossScale(config.precision, config.loss_scale), {})
+        self.log = stack.enter_context(RunLog(out, active=True))
+        self.progress = stack.enter_context(Progress(steps, console=Console(file=StringIO())))
+        self.taken = 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(master.nbytes for master in self.state.parallel.masters.values())
+
+    def step(self, noise_scale: bool, watched: AbstractContextManager[Any] | None = None) -> tuple[float, float]:
+        """Take a step.  Returns its seconds on the wall and of the processor."""
+        batch, state = self.batches.batch(self.taken, 0, 1), self.state
+        state.noise = NoiseScale(state.parallel, self.config.noise_scale_steps) if noise_scale else None
+        with watched or nullcontext():
+            began, began_cpu = time.perf_counter(), time.process_time()
+            row = train_step(state, batch, token_loss, num_targets, self.config, self.taken)
+            self.taken += 1
+            row = {"step": self.taken, **row}
+            self.log.write(row)
+            self.progress.update(row)
+            took = time.perf_counter() - began, time.process_time() - began_cpu
+        assert ("noise_scale" in row) == noise_scale
+        return took
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name, and the bytes that norms read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes_of_norms = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        self.calls[name] += 1
+        if name == "aten::linalg_vector_norm":
+            self.bytes_of_norms += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+    def named(self, beginning: str) -> int:
+        return sum(count for name, count in self.calls.items() if name.startswith(beginning))
+
+
+def added(run: Run) -> dict[str, Number]:
+    """What the estimate adds to a step: operations, passes over gradients, reads by the host, messages."""
+    without, with_it = Operations(), Operations()
+    run.step(False, without)
+    run.step(True, with_it)
+    passes = (with_it.bytes_of_norms - without.bytes_of_norms) / run.gradient_bytes / 2
+    return {
+        "operations": Number(without.calls.total(), "in a step"),
+        "added operations": Number(with_it.calls.total() - without.calls.total(), "in a step"),
+        "passes": Number(passes, "over each microbatch's gradients"),
+        "reads": Number(with_it.named(READ) - without.named(READ), "by the host, added"),
+        "messages": Number(with_it.named("c10d::") - without.named("c10d::"), "added"),
+    }
+
+
+def trimmed(values: Sequence[float]) -> tuple[float, float]:
+    """The trimmed mean, and its standard error (Tukey and McLaughlin 1963: by the winsorized variance)."""
+    ordered, cut = sorted(values), int(TRIMMED * len(values))
+    kept = ordered[cut : len(ordered) - cut]
+    winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
+    share = len(kept) / len(ordered)
+    return statistics.fmean(kept), statistics.stdev(winsorized) / (share * math.sqrt(len(ordered)))
+
+
+def share_of(without: Sequence[float], with_it: Sequence[float]) -> tuple[float, float, float]:
+    """What pairs of steps differ by, as a share of one without: the estimate, and its 95 % interval's ends."""
+    step, _ = trimmed(without)
+    mean, error = trimmed([b - a for a, b in zip(without, with_it, strict=True)])
+    half = NormalDist().inv_cdf(0.975) * error
+    return mean / step, (mean - half) / step, (mean + half) / step
+
+
+def measured(recipe: str, case: Case, pairs: int) -> Row:
+    with tempfile.TemporaryDirectory(prefix="noise-scale-") as folder, ExitStack() as stack:
+        run = Run(recipe, case.microbatch, FIRST + 2 + 2 * pairs, Path(folder), stack)
+        for step in range(FIRST):
+            run.step(step % 2 == 1)
+        counts, drawn = added(run), random.Random(recipe)
+        seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        for _ in range(pairs):
+            first = drawn.random() < 0.5
+            for noise_scale in (first, not first):
+                seconds[noise_scale].append(run.step(noise_scale))
+    numbers = dict[str, Number]()
+    for place, clock in enumerate(("wall", "processor")):
+        without, with_it = ([took[place] for took in seconds[which]] for which in (False, True))
+        share, low, high = share_of(without, with_it)
+        prefix = "" if clock == "wall" else "processor "
+        numbers |= {
+            f"{prefix}step": Number(trimmed(without)[0], "s"),
+            f"{prefix}share": Number(100 * share, "% of a step"),
+            f"{prefix}low": Number(100 * low, "%"),
+            f"{prefix}high": Number(100 * high, "%"),
+        }
+    return Row({"recipe": recipe, "microbatch": case.microbatch}, numbers | counts)
 
 
 def measure(options: Options) -> Measured:
     cases = {"debug": CASES["debug"]} if options.quick else CASES
-    turns, steps = (1, 3) if options.quick else (TURNS, STEPS)
     rows, targets = [], []
-    for recipe, microbatch in cases.items():
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        shares = []
-        for turn in range(turns):
-            for noise_scale in (False, True) if turn % 2 == 0 else (True, False):
-                seconds[noise_scale].append(statistics.median(step_times(recipe, microbatch, steps, noise_scale)))
-            shares.append(seconds[True][-1] / seconds[False][-1] - 1)
-        without, with_it = (statistics.median(seconds[which]) for which in (False, True))
-        numbers = {
-            "without": Number(without, "s"),
-            "with": Number(with_it, "s"),
-            "share": Number(100 * (with_it / without - 1), "% of a step"),
-            "least": Number(100 * min(shares), "% in a turn"),
-            "most": Number(100 * max(shares), "% in a turn"),
-        }
-        rows.append(Row({"recipe": recipe, "microbatch": microbatch}, numbers))
+    for recipe, case in cases.items():
+        rows.append(measured(recipe, case, QUICK if options.quick else case.pairs))
         options.kept(rows[-1])
-        if recipe == "demo" and not options.quick:
-            targets.append(Target(f"1.02 x a step without / with, {recipe}", 1.0, (1 + MOST) * without / with_it))
+        share = rows[-1].numbers["share"].value / 100
+        targets.append(Target(f"1.02 x a step without / with, {recipe}", 1.0, (1 + MOST) / (1 + share)))
     notes = (
-        f"{turns} turns of {steps} steps each way on one rank in fp32; of each run the median behind its first {FIRST} "
-        "steps, of these the median.",
+        f"{', '.join(f'{case.pairs} pairs of {recipe}' for recipe, case in cases.items())}, fp32, one rank, "
+        f"{torch.get_num_threads()} threads; means without the {TRIMMED:.0%} of pairs at either end; low and high are "
+        "the ends of the 95 % interval.",
     )
-    return Measured(tuple(rows), tuple(targets), notes)
+    return Measured(tuple(rows), () if options.quick else tuple(targets), notes)
 
 
 BENCHMARK = Benchmark(
@@ -80,9 +207,9 @@ BENCHMARK = Benchmark(
     (
         "benchmarks/noise_scale.py",
         "core/train",
+        "core/metrics",
         "core/parallel/squares.py",
         "core/parallel/data.py",
-        "apps/llm/pretrain.py",
     ),
 )
 

@@ -206,5 +206,5 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 16: 2.131}
 """Number of pairs -> the 97.5 % quantile with one degree of freedom fewer."""

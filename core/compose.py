@@ -25,10 +25,22 @@ from core.compat import allow_graphs
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
-from core.mesh import EXPERT_AXIS, Zero, axis_size, context_mode, pipeline_ranks, sub_mesh, tensor_names
-from core.parallel.asynchronous import LocalConfig, asynchronous_replicas
-from core.parallel.data import DataParallel, data_parallel
+from core.mesh import (
+    EXPERT_AXIS,
+    Zero,
+    axis_size,
+    context_mode,
+    derive_axes,
+    pipeline_ranks,
+    sub_mesh,
+    tensor_names,
+    worker_mesh,
+)
+from core.parallel.asynchronous import asynchronous_replicas
+from core.parallel.compress import CommConfig
+from core.parallel.data import DataParallel, agree_on_values, data_parallel
 from core.parallel.draws import Draws
+from core.parallel.local import LocalTraining, LocalTrainingConfig, check_local
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.ahead import AheadPipeline
 from core.parallel.pipeline.run import Pipeline
@@ -59,8 +71,10 @@ class ParallelConfig:
     """how a step goes through the stages of --mesh.pp ranks"""
     gemini: GeminiConfig = field(default_factory=GeminiConfig)
     """train in a given amount of device memory: model data that does not fit lives on the host"""
-    local: LocalConfig = field(default_factory=LocalConfig)
-    """data parallelism whose ranks do not wait for one another"""
+    local: LocalTrainingConfig = field(default_factory=LocalTrainingConfig)
+    """data parallelism whose ranks do not wait for one another, or average every so many steps"""
+    comm: CommConfig = field(default_factory=CommConfig)
+    """compressed messages between data-parallel ranks, for slow links"""
 
     def __post_init__(self) -> None:
         if self.reduce_each and self.zero < 2:
@@ -74,6 +88,67 @@ class ParallelConfig:
             self._check_segmented()
         if self.local.asynchronous is not None:
             self._check_local()
+        if self.comm.compress is not None:
+            self._check_comm()
+        if self.rounds is not None:
+            self._check_rounds(self.rounds)
+
+    def _check_comm(self) -> None:
+        """Raises UserError for forms of data parallelism whose reductions no compression takes the place of."""
+        for there, given, why, instead in (
+            (
+                self.gemini.budget is not None,
+                f"gemini.budget={self.gemini.budget}",
+                "gradients are moved and reduced chunk by chunk",
+                "no budget",
+            ),
+            (
+                self.local.asynchronous is not None,
+                f"local.async={self.local.asynchronous}",
+                "each rank pushes a gradient of its own",
+                "no --local.async",
+            ),
+            (
+                self.rounds is not None,
+                f"local.every={self.local.every}",
+                "workers average the way they have come, which --local.bits and --local.keep compress",
+                "no --local.every",
+            ),
+            (self.reduce_each, "reduce_each", "a step's gradient is compressed once", "no --reduce-each"),
+        ):
+            if there:
+                raise UserError(
+                    f"comm.compress={self.comm.compress} with {given}: {why}; use {instead}, or no --comm.compress"
+                )
+
+    @property
+    def rounds(self) -> LocalTrainingConfig | None:
+        """How workers train locally, where they do."""
+        return self.local if isinstance(self.local, LocalTrainingConfig) and self.local.every else None
+
+    def _check_rounds(self, rounds: LocalTrainingConfig) -> None:
+        """Raises UserError for what is not of a worker by itself."""
+        schedule = self.pipeline.schedule
+        check_local(
+            rounds,
+            {
+                (
+                    f"gemini.budget={self.gemini.budget}",
+                    "masters lie on two sides, and theirs and theta's would have to move together",
+                    "no budget",
+                ): self.gemini.budget is not None,
+                (
+                    "precision=fp16",
+                    "each worker's loss has a scale of its own, and a checkpoint one",
+                    "--precision bf16",
+                ): self.precision == "fp16",
+                (
+                    f"pipeline.schedule={schedule}",
+                    "steps of the next round begin before a round ends",
+                    "--pipeline.schedule 1f1b",
+                ): SCHEDULES[schedule].runs_ahead,
+            },
+        )
 
     def _check_local(self) -> None:
         """Raises UserError for what workers that do not wait for one another cannot do."""
@@ -181,6 +256,11 @@ def parallelize(
     Raises UserError for a parameter that nothing trains (a complex one), by its name, on whatever mesh.
     """
     check_trained(model)
+    whole = mesh
+    if config.rounds is not None:
+        derive_axes(whole)
+        agree_on_values(model, whole)
+        mesh = worker_mesh(whole)
     table, stages, draws = cut(model, mesh, config, plan)
     parallel = _spread(model, mesh, config, table, materialise)
     spread = parallel
@@ -188,6 +268,8 @@ def parallelize(
         ahead = SCHEDULES[config.pipeline.schedule].runs_ahead
         spread = (AheadPipeline if ahead else Pipeline)(parallel, stages, config.pipeline)
     spread.draws, spread.table = draws, table
+    if config.rounds is not None:
+        spread.all_workers, spread.local = whole, LocalTraining(spread, whole, config.rounds)
     return spread
 
 
@@ -312,7 +394,8 @@ def _spread(
     if config.local.asynchronous is not None:
         return asynchronous_replicas(model, mesh, config.local, config.precision, materialise, table)
     if config.gemini.budget is None:
-        return data_parallel(model, mesh, config.zero, config.precision, materialise, config.reduce_each, table=table)
+        given = model, mesh, config.zero, config.precision, materialise, config.reduce_each
+        return data_parallel(*given, table=table, comm=config.comm)
     return GeminiReplicas(model, mesh, config.zero, config.precision, materialise, config.gemini, table=table)
 
 

@@ -11,6 +11,7 @@ what it holds is the boxes of all, one behind the other.
 Optimizers, clipping and checkpoints need no more than this, so they know neither parallelism nor Gemini.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from core.mesh import AnyMesh, axis_group, axis_index, axis_size
+from core.mesh import AnyMesh, axis_group, axis_index, axis_size, pipeline_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -116,6 +117,10 @@ class Layout:
         """The process group of this rank's line along an axis."""
         assert self.mesh is not None
         return axis_group(self.mesh, axis)
+
+    def num_holders(self, mesh: AnyMesh) -> int:
+        """Ranks of a mesh that hold the same part; those of other stages of a pipeline hold other parameters."""
+        return mesh.size() // pipeline_ranks(mesh) // math.prod(map(self.axis_size, self.axes()))
 
     def groups(self, dims: Iterable[int] | None = None) -> tuple[ProcessGroup, ...]:
         """Process groups of the axes of several ranks that cut one of `dims` (by default any), each once.

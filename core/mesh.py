@@ -10,6 +10,9 @@ up like those of data-parallel ranks: ZeRO shards over both (`shard_axis`). An a
 With expert parallelism neighbouring data-parallel ranks are an axis of their own, ep, between dp_shard and cp: the two
 data axes are then as much smaller. Parameters that ep cuts are copied, and sharded by ZeRO, over the others.
 
+Workers that train by themselves (`core.parallel.local`) are the ranks of dp_replicate, and each has a mesh of its own,
+of the same axes (`worker_mesh`).
+
 Every process group is made with the mesh (`derive_axes`), also those of axes that only some ranks use (an expert's on a
 pipeline stage without experts): making one is a collective of all ranks, which name it by counting. A group that some
 ranks make and others do not is waited for without end, by it or by the next.
@@ -32,6 +35,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 GRID_AXES = ("tp_depth", "tp_row", "tp_col")
 EXPERT_AXIS = "ep"
+WORKER_AXIS = "worker"
+"""Of the mesh whose parts are those of workers; nothing but `worker_mesh` asks for it."""
 CONTEXT_AXES = ("cp_ring", "cp_ulysses")
 """Of cp under cp_mode mixed."""
 
@@ -216,7 +221,7 @@ def mesh_shape(config: MeshConfig, rank: int = 0) -> MeshShape:
 
 def seen_from(mesh: DeviceMesh, ranks: Sequence[int]) -> list[MeshShape]:
     """The whole mesh that this one is a part of, seen from each of some of its ranks."""
-    root = root_of(mesh)
+    root = whole_of(mesh)
     whole = MeshShape(root.mesh_dim_names or tuple(map(str, range(root.ndim))), tuple(root.shape))
     places = {rank: place for place, rank in enumerate(root.mesh.flatten().tolist())}
     return [whole.at(places[rank]) for rank in ranks]
@@ -301,6 +306,35 @@ def build_mesh(config: MeshConfig, device_type: str) -> DeviceMesh:
 def context_mode(mesh: DeviceMesh) -> ContextMode:
     """The cp_mode of the config that a mesh was built from; of another one, the default's."""
     return vars(mesh).get("_context_mode", MeshConfig.cp_mode)
+
+
+def worker_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """This worker's part of a mesh, by itself: of the same axes, with one rank on dp_replicate.
+
+    A collective of all ranks. Raises UserError for groups of ranks that a part does not have.
+    """
+    names = mesh.mesh_dim_names or ()
+    if context_mode(mesh) == "mixed":
+        raise UserError("mesh.cp_mode=mixed in a worker: its two axes are of the whole mesh; use ring or ulysses")
+    place = names.index("dp_replicate")
+    ranks = mesh.mesh.movedim(place, 0).unsqueeze(1 + place)
+    own = sub_mesh(DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(WORKER_AXIS, *names)), *names)
+    derive_axes(own)
+    vars(own)["_context_mode"] = context_mode(mesh)
+    vars(own)["_ranks_group"] = flattened(own, "ranks").get_group().group_name
+    return own
+
+
+def whole_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a part of: that of its worker, where each has its own."""
+    root = root_of(mesh)
+    names = root.mesh_dim_names or ()
+    return sub_mesh(root, *names[1:]) if names[:1] == (WORKER_AXIS,) else root
+
+
+def group_of_ranks(mesh: DeviceMesh) -> ProcessGroup | None:
+    """The group of all ranks of a mesh; None, which torch takes for all that there are, unless it is a worker's."""
+    return _group_of(mesh, "_ranks_group")
 
 
 def derive_axes(mesh: DeviceMesh) -> None:
@@ -420,9 +454,11 @@ def stage_group(mesh: DeviceMesh) -> ProcessGroup:
 
     Raises UserError where no group has just these ranks.
     """
-    root = root_of(mesh)
+    root = whole_of(mesh)
     if (stage := stage_axis(root)) is not None:
         return stage.get_group()
+    if (own := group_of_ranks(root)) is not None:
+        return own
     if root.ndim == 1:
         return root.get_group()
     if root.size() != dist.get_world_size():

@@ -55,7 +55,7 @@ class Validation:
         return figures
 
     def _loss(self, model: nn.Module, batches: LatentBatches) -> float:
-        axis = data_axis(self.parallel.mesh)
+        axis = data_axis(self.parallel.whole_mesh)
         total = torch.zeros((), dtype=torch.float64, device=self.parallel.device)
         for step in range(batches.steps_an_epoch):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
@@ -68,7 +68,7 @@ class Validation:
         return value.to(self.parallel.device, self.dtype if value.is_floating_point() else None)
 
     def _draw(self, model: nn.Module) -> None:
-        config, axis = self.config, data_axis(self.parallel.mesh)
+        config, axis = self.config, data_axis(self.parallel.whole_mesh)
         jobs = [(prompt, self.seed + number) for prompt in config.prompts for number in range(config.num_images)]
         share = -(-len(jobs) // axis.size())
         own = [jobs[min(axis.get_local_rank() * share + place, len(jobs) - 1)] for place in range(share)]

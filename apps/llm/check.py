@@ -35,6 +35,8 @@ def check_run(config: PretrainConfig) -> dict[int, list[Line]]:
 
 
 def _not_checked(config: PretrainConfig) -> Iterator[tuple[str, str]]:
+    if config.local.every:
+        yield f"local.every={config.local.every}", "whose workers' average is of no step"
     if config.gemini.budget is not None:
         yield f"gemini.budget={config.gemini.budget}", "whose plan is a trace of the step itself"
     if config.recompute.mode == "budget":

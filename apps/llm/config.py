@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from apps.llm.corpus import DataConfig
 from apps.llm.export import ExportDtype
@@ -17,6 +17,7 @@ from core.nn.by_kernels import DECODER
 from core.optim.adamw import AdamWConfig
 from core.optim.schedule import ScheduleConfig
 from core.parallel.context import check_length
+from core.parallel.local import LocalTrainingConfig, check_fragments
 from core.runtime import ranks_of
 from core.train import TrainConfig
 
@@ -111,6 +112,8 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
     check_length(config.data.sequence_length, mesh.cp)
+    if config.local.every:
+        check_fragments(config.local.fragments, config.model.num_layers)
     return mesh
 
 
@@ -142,8 +145,21 @@ def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
         microbatch_size=max(microbatches),
         num_microbatches=len(microbatches),
         reduce_each=config.reduce_each,
+        comm=config.comm,
         sequence_length=config.data.sequence_length,
+        local_every=config.local.every,
+        **(local_shape(config.local) if config.local.every else {}),
     )
+
+
+def local_shape(local: LocalTrainingConfig) -> dict[str, Any]:
+    """What `RunShape` asks of rounds."""
+    return {
+        "outer_momentum": local.outer_momentum > 0,
+        "local_code": local.code,
+        "local_error": local.code is not None and local.error_feedback,
+        "fragments": local.fragments,
+    }
 
 
 def check_objective(config: PretrainConfig) -> None:

@@ -40,6 +40,7 @@ from core.estimate import (
     require_fit,
     simulated_timeline,
 )
+from core.estimate.local import outer_in_words
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
@@ -65,6 +66,8 @@ WITHOUT_EFFECT = (
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
     *("pipeline.clip", "pipeline.correction_strength", "pipeline.correction_steps"),
+    *("comm.start", "comm.report_every"),
+    *("local.start", "local.outer_lr", "local.nesterov", "local.overlap", "local.mix"),
 )
 """Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""
 WITH_A_BUDGET = ("compile", "data.mask_documents")
@@ -170,6 +173,8 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
     machine = config.machine
     if machine is not None:
         _show_time(config, lambda rows: estimate_time(model, run_shape(config, rows), machine), console)
+    if run.local_every:
+        console.print(outer_in_words(model, run))
     if run.pp > 1:
         console.print("\n".join(compared(config, model, run, machine)))
     if config.timeline is not None:

@@ -131,7 +131,10 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
         return found
 
 
-NOT_SEARCHED = ("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "gemini.policy")
+NOT_SEARCHED = (
+    *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "gemini.policy"),
+    *("comm.compress", "local.every"),
+)
 """Options of a plan that a search does not take."""
 
 

@@ -80,6 +80,14 @@ class Volume:
         return sum(n for (operation, _), n in self.bytes.items() if operation != "recv")
 
     @property
+    def by_axis(self) -> dict[str, int]:
+        """Of `total_bytes`, those of each axis."""
+        found: Counter[str] = Counter()
+        for (operation, axis), n in self.bytes.items():
+            found[axis] += n * (operation != "recv")
+        return dict(+found)
+
+    @property
     def wire_bytes(self) -> float:
         """Bytes that one rank sends with ring algorithms."""
         return sum(n * wire_share(op, self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items())

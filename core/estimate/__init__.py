@@ -11,6 +11,7 @@ and of our decoder in closed form, in no time:
 
 shape    what is estimated: ModelShape (weights, what a block keeps for its backward, head) and RunShape (precision,
          optimizer, mesh, ZeRO level, checkpointing, batch)
+local    outer_bytes, outer_message: what workers that train locally keep and send beside a step
 memory   estimate_memory: bytes per rank, by kind and by phase of the step; require_fit: a clear refusal
 time     estimate_time: compute at an assumed utilisation, communication by volume, pipeline bubble
 pipeline stage_costs, which balance the stages; simulated_timeline: the step of a pipeline on a clock; draw_timelines

@@ -16,6 +16,7 @@ from torch import nn
 
 from core.compose import ParallelConfig
 from core.mesh import MeshConfig
+from core.parallel.compress import compressed_names
 from core.parallel.data import in_buckets
 from core.placement.stages import StageSplit
 from core.placement.style import Plan
@@ -119,7 +120,7 @@ def _places_in_buckets(
     trained = {name: row for name, row in rows.items() if row.trained and rank in row.owners}
     sizes = {name: width * math.prod(row.layout.largest_shape()) for name, row in trained.items()}
     places = {}
-    for bucket in in_buckets(sizes, table):
+    for bucket in in_buckets(sizes, table, compressed_names(table, parallel.comm)):
         before = 0
         for name in bucket:
             places[name], before = before, before + sizes[name]

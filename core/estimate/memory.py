@@ -7,8 +7,12 @@ State, per parameter on a rank (ZeRO divides over dp_shard x cp, each parameter 
     bf16, fp16     0-2     2             2            master 4 + reduced gradient 4 + state
     all            3       wide          wide         state, and the gathered units as buffers (FSDP2)
 
+Workers that train locally keep the weights that they began a round with and the outer momentum beside the state
+(`core.estimate.local`).
+
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
+Compressed gradients (`core.parallel.compress`) leave an error of their size, which stays.
 A schedule that runs ahead keeps several versions of the parameters, and gradients of two steps, and its correction a
 state of its own beside the optimizer's.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
@@ -20,6 +24,7 @@ hands each gradient to its bucket as soon as it is there, so the peak is the lar
 2. backward   the way back begins: the same without logits, and one block's recomputed activations and gradients
 3. gradients  the way back ends: all gradients, and the first block's activations or the embedding's second gradient
 4. update     the gradients of what this rank updates, the optimizer's scratch
+and where gradients are compressed, of one more: they with the errors of before and what they are decompressed to.
 
 What it leaves out: the allocator's fragmentation, the CUDA context (0.5 to 1 GB), libraries' workspaces, padding,
 and what context parallelism has on its way: two blocks of keys and values and of their gradients.
@@ -35,6 +40,7 @@ from typing import Any
 import torch
 
 from core.config import UserError, in_words
+from core.estimate.local import outer_bytes
 from core.estimate.pipeline import run_schedule, stages_of
 from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
@@ -158,7 +164,7 @@ def require_fit(
 
 def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, RunShape]]:
     """(option as typed, the run with it), the mild ones first. tp, cp and pp ask for that many times more ranks."""
-    if run.num_data_ranks > 1:
+    if run.num_data_ranks > 1 and not run.local_every:
         for zero in range(run.zero + 1, 4):
             yield f"--zero {zero}", replace(run, zero=zero, dp_replicate=1, dp_shard=run.num_data_ranks)
     if run.recompute != "full" or run.recompute_every > 1:
@@ -205,7 +211,9 @@ def _rank_memory(
 ) -> MemoryEstimate:
     """sizes: by the identity of the model's kinds of blocks."""
     parts = own + _copies(model, run, stages, rank)
-    state, grads = _state_bytes(parts, run, rank), _gradient_bytes(model, parts, run, _goes_on(run, rank))
+    of_gradients = _gradient_bytes if run.comm.compress is None else _compressed_gradient_bytes
+    state, grads = _state_bytes(parts, run, rank), of_gradients(model, parts, run, _goes_on(run, rank))
+    errors, exchanged = (run.wide_bytes * n for n in model.compressed(run)[:2])
     head = _head_bytes(model, run, has_head=stages.owners[-1] == rank)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
@@ -224,13 +232,15 @@ def _rank_memory(
 
     one_step = run.wide_bytes * _num_whole(parts)
     earlier = _waiting_steps(run, rank) * one_step + _late_copies_bytes(model, run, stages, rank)
-    resident = state.resident + bias + gathered + earlier + _on_their_way(run, block.input)
+    resident = state.resident + errors + bias + gathered + earlier + _on_their_way(run, block.input)
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding),
-        "update": state.resident + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
+        "update": state.resident + errors + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
     }
+    if errors:
+        phases["compression"] = resident + grads.whole + exchanged
     if (under_way := _steps_at_an_end(run)) > 1:
         rest = state.resident - (_versions(run, rank) - 1) * run.width_bytes * _num_whole(parts)
         phases["end"] = rest + (under_way - 1) * one_step + max(grads.own + kernel + _before_update(parts, run), sent)
@@ -343,9 +353,10 @@ def _state_bytes(parts: list[Part], run: RunShape, rank: int) -> _State:
     width, wide = run.width_bytes, run.wide_bytes
     state = sum(part.state for part in parts)
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
+    updated = sharded if run.zero else whole
+    state += outer_bytes(updated, run)
     if run.zero == 3:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
-    updated = sharded if run.zero else whole
     master, reduced = (wide, wide) if width < wide else (0, 0)
     versions = _versions(run, rank)
     ahead = run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead
@@ -420,6 +431,15 @@ def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on
     if run.zero == 3:  # where activations are fullest, the last block's have just come
         first -= moving - min(everything, message)
     return _Gradients(earlier, first, first_block, whole, own, message)
+
+
+def _compressed_gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on: bool) -> _Gradients:
+    """The same where some stay whole, each a tensor of its own, until they are exchanged."""
+    found = _gradient_bytes(model, parts, replace(run, zero=min(run.zero, 1)), goes_on)
+    if run.zero >= 2:
+        return replace(found, own=run.wide_bytes * _num_updated(parts))
+    others = run.shard_ranks - 1 if run.zero else 0
+    return replace(found, own=found.own - run.wide_bytes * others * model.compressed(run).updated)
 
 
 def _largest_message(model: ModelShape, parts: list[Part], run: RunShape) -> int:

@@ -6,7 +6,8 @@
 2. gathered    at ZeRO-3 each unit's parameters before its forward and before its backward, those outside of the blocks
                once for both (FSDP2)
 3. reduced     a message of some parameters' gradients (`core.parallel.data`), all-reduced, or scattered and summed over
-               copies; sums over axes where they are partial; then a mark of each, and the norm
+               copies; where they are compressed, the messages of that (`core.parallel.compress`); sums over axes where
+               they are partial; then a mark of each, and the norm
 4. published   at ZeRO-1 and 2 the parameters, behind the update
 5. handed on   by one stage to another, and a tied head's gradient and values
 
@@ -25,6 +26,7 @@ from core.layout import largest_share
 from core.mesh import AnyMesh, MeshShape, axis_size, data_axes, gradient_axes, mesh_shape, shard_axes
 from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.models.plan import decoder_plan
+from core.parallel.compress import compressed_bytes, compressed_names
 from core.parallel.data import in_buckets
 from core.parallel.pipeline.messages import message_of
 from core.placement.messages import ModuleMessage, Sent, Widths, module_messages, partial_sum_bytes
@@ -160,12 +162,17 @@ class _Rank:
         if self.run.zero == 3:
             return list(self._units.values())
         sizes = {name: self.run.wide_bytes * math.prod(row.layout.local_shape()) for name, row in self.table.items()}
-        return in_buckets(sizes, self.table)
+        return in_buckets(sizes, self.table, self._compressed)
+
+    @cached_property
+    def _compressed(self) -> frozenset[str]:
+        return frozenset(compressed_names(self.table, self.run.comm))
 
     def reduced(self) -> Iterator[_Message]:
         run, wide = self.run, self.run.wide_bytes
         times = run.num_microbatches if run.reduce_each and run.zero >= 2 else 1
-        for names in self._buckets:
+        whole = ([name for name in names if name not in self._compressed] for names in self._buckets)
+        for names in filter(None, whole):
             axes = gradient_axes(self.mesh, self.table[names[0]].layout.axes())
             if run.zero == 0:
                 elements = sum(math.prod(self.table[name].layout.local_shape()) for name in names)
@@ -176,7 +183,10 @@ class _Rank:
             yield "all_reduce", "dp_replicate", times * wide * total
         beside = "+".join(name for name in self.mesh.mesh_dim_names if name != "pp")
         yield "all_reduce", beside, 2 * len(self.table)
-        yield from ((*key, n) for key, n in partial_sum_bytes(self.table, wide).items())
+        yield from ((*key, n) for key, n in compressed_bytes(self.table, run.comm, self.mesh, wide).items())
+        # Partial sums of what is compressed are of all that a rank computes with, not only of what it updates.
+        wider = {name: replace(self.table[name], master=self.table[name].layout) for name in self._compressed}
+        yield from ((*key, n) for key, n in partial_sum_bytes(self.table | wider, wide).items())
         yield "all_reduce", "world", NORM_BYTES
 
     def published(self) -> Iterator[_Message]:

@@ -15,18 +15,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from core.comm.block_code import BlockCode
 from core.config import UserError
 from core.kernels.cross_entropy import TILE_BYTES
 from core.layout import Layout
-from core.mesh import MeshConfig, TpMode, Zero, mesh_shape
+from core.mesh import MeshConfig, TpMode, Zero, axis_size, mesh_shape
 from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.models.plan import decoder_plan
 from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
 from core.optim.roles import role_of
 from core.optim.size import beside_bytes, state_bytes
+from core.parallel.compress import CommConfig, takes, wire_bytes
+from core.parallel.local import WORKERS
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import SEGMENTED, RecomputeMode
 from core.placement.messages import Sent, Widths, microbatch_bytes, microbatch_calls
@@ -76,6 +79,19 @@ class Part:
     @cached_property
     def num_updated(self) -> int:
         return sum(self.updated)
+
+
+class Compressed(NamedTuple):
+    """The gradients that are compressed, on a rank.
+
+    whole       elements that it computes
+    updated     of these, those that its optimizer gets
+    wire_bytes  that it sends over its link in their place, by rings
+    """
+
+    whole: int = 0
+    updated: int = 0
+    wire_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -228,6 +244,17 @@ class ModelShape:
         """The largest part of a weight that a rank computes with."""
         return self._row(weight, run).layout.largest_shape()
 
+    def compressed(self, run: RunShape) -> Compressed:
+        """Of a run without a pipeline, which compresses nothing."""
+        found = Compressed()
+        for weight in self.weights if run.comm.compress is not None else ():
+            if takes(weight.shape, run.comm):
+                row = self._row(weight, run)
+                whole, updated = (math.prod(layout.largest_shape()) for layout in (row.layout, row.master))
+                sent = wire_bytes(row.layout, run.comm, run.num_gradient_ranks, run.wide_bytes)
+                found = Compressed(found.whole + whole, found.updated + updated, found.wire_bytes + sent)
+        return found
+
     def _row(self, weight: Weight, run: RunShape) -> Placed:
         if self.table is not None:
             return self.table(run.mesh, run.zero)[weight.name]
@@ -280,6 +307,10 @@ class RunShape:
                        stage's; of mode budget, whose segments a step's trace chooses, there is no closed form
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
     reduce_each        gradients are reduced after each microbatch, not only after the last
+    comm               how they are compressed
+    local_every        steps that each rank of dp_replicate takes by itself between two averages with the others; 0: it
+                       does not; outer_momentum: the average has one; local_code: of its messages, in few bits;
+                       local_error: with error feedback; fragments: parts that are averaged in turn
     """
 
     precision: Precision = "fp32"
@@ -302,7 +333,18 @@ class RunShape:
     microbatch_size: int = 1
     num_microbatches: int = 1
     reduce_each: bool = False
+    comm: CommConfig = field(default_factory=CommConfig)
     sequence_length: int = 1024
+    local_every: int = 0
+    outer_momentum: bool = False
+    local_code: BlockCode | None = None
+    local_error: bool = False
+    fragments: int = 1
+
+    @cached_property
+    def num_workers(self) -> int:
+        """Workers that train by themselves; 1 where all ranks take each step together."""
+        return axis_size(mesh_shape(self.mesh), WORKERS) if self.local_every else 1
 
     @cached_property
     def mesh(self) -> MeshConfig:
@@ -344,7 +386,7 @@ class RunShape:
     @property
     def num_gradient_ranks(self) -> int:
         """Ranks whose gradients are added up."""
-        return self.num_data_ranks * self.cp
+        return self.num_data_ranks // self.num_workers * self.cp
 
     @property
     def holds_whole_gradients(self) -> bool:

@@ -133,6 +133,11 @@ def estimate_step(
     step that looks at values.
     """
     options = optimizer or OptimConfig()
+    if parallel.rounds is not None:
+        raise UserError(
+            f"local.every={parallel.rounds.every}: a traced step is one that all ranks take together; leave it out, "
+            "and add what docs/local_training.md says of a round"
+        )
     if spec_of(options.name).looks:
         raise UserError(
             f"optim.name={options.name}: its step evaluates the model, which a traced one does not show; plan another "

@@ -9,7 +9,8 @@ with stages of equal cost (`core.estimate.pipeline` simulates what they cost). L
 from dataclasses import dataclass
 
 from core.comm.volume import wire_share
-from core.estimate.shape import ModelShape, RunShape
+from core.estimate.local import outer_message
+from core.estimate.shape import Compressed, ModelShape, RunShape
 from core.layout import even_shares
 from core.mesh import axis_size, mesh_shape
 from core.metrics import transformer_flops_per_token
@@ -72,21 +73,29 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
 def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: gradients (fp32 or wider) once, or each microbatch; parameters once, at ZeRO-3 twice each.
 
-    Those of experts only among the ranks that hold copies.
+    Those of experts only among the ranks that hold copies. Of workers that train locally only within each, and a share
+    of the round's average.
     """
     dense, experts = (model.num_parameters(experts=which) / (run.tp * run.pp) for which in (False, True))
-    return _replicas_bytes(dense, run, 1) + _replicas_bytes(experts / run.ep, run, run.ep)
+    if run.ep == 1:  # all travel alike
+        dense, experts = dense + experts, 0.0
+    in_steps = _replicas_bytes(dense, run, 1, model.compressed(run))
+    in_steps += _replicas_bytes(experts / run.ep, run, run.ep, Compressed())
+    return in_steps + (outer_message(model, run).a_step if run.local_every else 0.0)
 
 
-def _replicas_bytes(num_parameters: float, run: RunShape, ep: int) -> float:
+def _replicas_bytes(num_parameters: float, run: RunShape, ep: int, compressed: Compressed) -> float:
     """The same of parameters that only one data-parallel rank in `ep` holds."""
     reductions = run.num_microbatches if run.reduce_each else 1
-    gradients, parameters = reductions * run.wide_bytes * num_parameters, run.width_bytes * num_parameters
+    gradients = reductions * run.wide_bytes * (num_parameters - compressed.whole)
+    parameters = run.width_bytes * num_parameters
     if run.zero == 0:
-        return wire_share("all_reduce", run.num_data_ranks * run.cp // ep) * gradients
+        return wire_share("all_reduce", run.num_gradient_ranks // ep) * gradients + compressed.wire_bytes
     gathers, shards = 2 * run.num_microbatches if run.zero == 3 else 1, run.shard_ranks // ep
-    between_replicas = wire_share("all_reduce", run.dp_replicate) * gradients / shards
-    return wire_share("all_gather", shards) * (gradients + gathers * parameters) + between_replicas
+    copies = 1 if run.local_every else run.dp_replicate
+    between_replicas = wire_share("all_reduce", copies) * gradients / shards
+    sharded = wire_share("all_gather", shards) * (gradients + gathers * parameters)
+    return sharded + between_replicas + compressed.wire_bytes
 
 
 def _model_parallel_bytes(model: ModelShape, run: RunShape) -> float:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from core.compat import FakeTensor
 from core.kernels.operator import launches, operator
+from core.kernels.parts import PartedFunction, after
 from core.kernels.timing import least_seconds
 from core.kernels.traced import number_of, traced
 
@@ -200,7 +201,7 @@ class _Product(torch.autograd.Function):
         )
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(PartedFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -209,9 +210,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        (g_MO,) = grads
+        (g_MO,), of = grads, after()
         return (
-            product(g_MO, weight) if ctx.needs_input_grad[0] else None,
-            product(g_MO.T, x) if ctx.needs_input_grad[1] else None,
-            g_MO.sum(0) if ctx.needs_input_grad[2] else None,
+            product(g_MO, weight) if of.inputs and ctx.needs_input_grad[0] else None,
+            product(g_MO.T, x) if of.weights and ctx.needs_input_grad[1] else None,
+            g_MO.sum(0) if of.weights and ctx.needs_input_grad[2] else None,
         )

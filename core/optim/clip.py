@@ -1,6 +1,5 @@
 """The global gradient norm of tensors that are sharded, each in its own way, and scaling by it."""
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import layout_of
-from core.mesh import device_of, pipeline_ranks
+from core.mesh import device_of, group_of_ranks
 
 
 @torch.no_grad()
@@ -22,7 +21,7 @@ def gradient_norm(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
     """
     total = gradient_squares(masters, mesh)
     if mesh.size() > 1:
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group_of_ranks(mesh))
     return total.sqrt()
 
 
@@ -33,9 +32,7 @@ def gradient_squares(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
     found: dict[tuple[int, torch.device], list[Tensor]] = {}  # by how many ranks hold the same, and where it lies
     for master in masters:
         if master.grad is not None and master.numel():
-            layout = layout_of(master)
-            copies = mesh.size() // pipeline_ranks(mesh) // math.prod(map(layout.axis_size, layout.axes()))
-            found.setdefault((copies, master.device), []).append(master.grad)
+            found.setdefault((layout_of(master).num_holders(mesh), master.device), []).append(master.grad)
     for (copies, _), grads in found.items():
         total += torch.stack(torch._foreach_norm(grads)).to(total).square().sum() / copies
     return total

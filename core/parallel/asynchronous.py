@@ -13,12 +13,13 @@ soon as  min over p of c(p) >= t - S.  What it reads then has all pushes of step
 those of others that happen to have come. Under parameter_server each owner holds to that for its part.
 
 S = 0 is synchronous data parallelism: an owner lets a step's pushes arrive, and makes one update of their mean, at the
-whole rate, weighted as the loss is and added up in the order of ranks. S = 0 of hogwild lets no worker begin a step
-before all have ended the one before; their updates still meet without locks.
+whole rate, weighted as the loss is and added up in the order of ranks, clipped by its norm, of which owners tell one
+another their parts. S = 0 of hogwild lets no worker begin a step before all have ended the one before; their updates
+still meet without locks.
 
-A global norm would be a barrier: a push is clipped by its own norm, and dropped where that is not finite. `publish` is
-where all workers meet: before a checkpoint, an evaluation, the end. A stop that a worker is asked for at step t is one
-after step t + S, which none can have begun before it hears of it.
+Elsewhere a global norm would be a barrier: a push is clipped by its own norm. It is dropped where that is not finite.
+`publish` is where all workers meet: before a checkpoint, an evaluation, the end. A stop that a worker is asked for at
+step t is one after step t + S, which none can have begun before it hears of it.
 
 Ho et al. 2013, Stale Synchronous Parallel, section 3; Li et al. 2014, Parameter Server, sections 3 and 4.2; Recht et
 al. 2011, HOGWILD!, algorithm 1. Not here: filters and compression of pushes, owners that are lost, CUDA.
@@ -54,7 +55,7 @@ from core.precision import Precision, compute_dtype, master_dtype
 NEVER = 2**52
 """A step that none reaches, and that fp64 tells from its neighbours."""
 
-_PUSH, _PULL = 1, 2  # tags of messages
+_PUSH, _PULL, _SQUARES = 1, 2, 3  # tags of messages
 _POLL_S = 0.0002
 
 
@@ -100,9 +101,12 @@ def asynchronous_replicas(
 class Workers(DataParallel):
     """What a worker does in both forms.
 
-    parameters  name -> what the worker computes with
-    grads       of this step, in the format of masters, of those that took part in the loss
+    parameters    name -> what the worker computes with
+    grads         of this step, in the format of masters, of those that took part in the loss
+    clips_pushes  whether a push is clipped by its own norm
     """
+
+    clips_pushes = True
 
     def __init__(
         self,
@@ -131,6 +135,8 @@ class Workers(DataParallel):
                 wide[names[0]] = given.detach().to(self.reduce_dtype).contiguous()
         self.grads: dict[str, Tensor] = {}
         self._most_stale, self._meeting = 0, False
+        self._most_norm: float | None = None
+        self._tokens = 0  # of all workers, as far as this one has been told
         self._optimizer: torch.optim.Optimizer | None = None
         self.masters = on_mesh({n: tag(m, table[n].master) for n, m in self._adopt(wide).items()}, mesh)
 
@@ -174,23 +180,25 @@ class Workers(DataParallel):
         self.grads.clear()
 
     @torch.no_grad()
-    def clip(self, most: float | None) -> float:
-        """Scale this worker's gradients down to a norm of `most`.  Returns the norm that they had."""
+    def clip(self) -> float:
+        """Scale this worker's gradients down to the run's norm where a push is clipped; return the norm they had."""
         if not self.grads:
             return 0.0
         grads = list(self.grads.values())
         norm = float(torch.stack(torch._foreach_norm(grads)).double().square().sum().sqrt())
-        if most is not None and most < norm < float("inf"):
+        most = self._most_norm
+        if self.clips_pushes and most is not None and most < norm < float("inf"):
             torch._foreach_mul_(grads, most / norm)
         return norm
 
     @contextmanager
-    def running(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
+    def running(self, optimizer: torch.optim.Optimizer, step: int, most_norm: float | None) -> Iterator[None]:
         """Take pushes for the length of the block, which all workers enter, and leave after as many steps.
 
-        step  that the first push will be of
+        step       that the first push will be of
+        most_norm  that gradients are clipped to
         """
-        self._optimizer = optimizer
+        self._optimizer, self._most_norm, self._tokens = optimizer, most_norm, 0
         for group in optimizer.param_groups:  # another's push may set a rate before this worker asks for its own
             group.setdefault("initial_lr", group["lr"])
         self._begin(step)
@@ -204,21 +212,24 @@ class Workers(DataParallel):
     @abstractmethod
     def _end(self) -> None: ...
 
-    def push(self, step: int, weight: float, rates: Sequence[float], stop: bool) -> Told:
+    def push(self, step: int, weight: float, tokens: int, rates: Sequence[float], stop: bool) -> Told:
         """Give away this worker's gradients, and return when the next step may begin, with the values to begin it with.
 
         weight  of its mean loss among the others'; not a number: the gradients are not finite, and change nothing
+        tokens  of its rows
         rates   learning rate of each parameter group
         stop    this worker is asked to stop
         """
         begin = time.perf_counter()
-        stop_at, stale = self._push(step, weight, rates, step + self.staleness + 1 if stop else NEVER)
+        stop_at = step + self.staleness + 1 if stop else NEVER
+        head = _Head(self.worker, step, weight, stop_at, tokens)
+        stop_at, slowest, total = self._push(head, rates)
+        stale, new, self._tokens = max(0, step + 1 - slowest), total - self._tokens, total
         self._most_stale = max(self._most_stale, stale)
-        return Told(stop_at, stale, time.perf_counter() - begin)
+        return Told(stop_at, stale, new, time.perf_counter() - begin)
 
     @abstractmethod
-    def _push(self, step: int, weight: float, rates: Sequence[float], stop_at: int) -> tuple[int, int]:
-        """Return `Told.stop_at` and `Told.staleness`."""
+    def _push(self, head: "_Head", rates: Sequence[float]) -> "_State": ...
 
     def figures(self) -> Mapping[str, Any]:
         found = torch.tensor([self._most_stale, self._sent_bytes()])
@@ -228,6 +239,54 @@ class Workers(DataParallel):
     def _sent_bytes(self) -> int:
         """Bytes that this rank sends a step."""
         return 0
+
+
+class _Head(NamedTuple):
+    """What a push says beside the gradients.
+
+    step     -1: the worker has ended
+    stop_at  steps after which all are to stop
+    """
+
+    worker: int
+    step: int
+    weight: float
+    stop_at: int
+    tokens: int
+
+
+class _State(NamedTuple):
+    """How far all workers are: the stop that was asked for, the slowest one's pushes, the tokens of all pushes."""
+
+    stop_at: int
+    slowest: int
+    tokens: int
+
+
+class Clocks:
+    """How many pushes of each worker have been applied, and who waits for those of others."""
+
+    def __init__(self, num_workers: int, staleness: int, step: int):
+        self.applied, self.staleness = [step] * num_workers, staleness
+        self._asking: dict[int, int] = {}  # worker -> step that it wants to begin
+
+    @property
+    def slowest(self) -> int:
+        return min(self.applied)
+
+    def push(self, worker: int) -> list[tuple[int, int]]:
+        """Note that a worker's push has been applied.  Returns who may now begin which step, in the order of asking."""
+        self.applied[worker] += 1
+        self._asking[worker] = self.applied[worker]
+        free = [(w, step) for w, step in self._asking.items() if may_begin(step, self.slowest, self.staleness)]
+        for known, _ in free:
+            del self._asking[known]
+        return free
+
+
+def may_begin(step: int, slowest: int, staleness: int) -> bool:
+    """Whether a worker may begin a step when the slowest has had so many pushes applied."""
+    return slowest >= step - staleness
 
 
 # --- parameter server -------------------------------------------------------------------------------------------------
@@ -247,6 +306,10 @@ def dealt_out(sizes: Mapping[str, int], num_owners: int) -> list[list[str]]:
 class ParameterServer(Workers):
     """Masters and optimizer state of a rank are those of the parameters that it owns."""
 
+    @property
+    def clips_pushes(self) -> bool:
+        return self.staleness > 0
+
     def _adopt(self, wide: dict[str, Tensor]) -> dict[str, Tensor]:
         self.owned = dealt_out({name: value.numel() for name, value in wide.items()}, self.num_workers)
         self._sizes = [sum(wide[name].numel() for name in names) for names in self.owned]
@@ -262,14 +325,13 @@ class ParameterServer(Workers):
         self.server.start()
 
     def _end(self) -> None:
-        gone = [_Push(self.worker, -1, 0.0, NEVER, [], [], torch.empty(0)) for _ in self._others]
+        ended = _Head(self.worker, -1, 0.0, NEVER, 0)
+        gone = [_Push(ended, [], [], torch.empty(0)) for _ in self._others]
         sent = [
             dist.isend(self._forms[o].packed(push), group=self._group, group_dst=o, tag=_PUSH)
             for o, push in zip(self._others, gone)
         ]
-        for work in sent:
-            assert work is not None
-            work.wait()
+        _wait(sent)
         self.server.join()
 
     @property
@@ -277,8 +339,8 @@ class ParameterServer(Workers):
         return [owner for owner in range(self.num_workers) if owner != self.worker]
 
     @torch.no_grad()
-    def _push(self, step: int, weight: float, rates: Sequence[float], stop_at: int) -> tuple[int, int]:
-        pushes = [self._push_to(owner, step, weight, rates, stop_at) for owner in range(self.num_workers)]
+    def _push(self, head: _Head, rates: Sequence[float]) -> _State:
+        pushes = [self._push_to(owner, head, rates) for owner in range(self.num_workers)]
         # Answers have where to go before anything asks for them: no owner waits for a worker.
         answers = {o: torch.empty(self._forms[o].answer_bytes, dtype=torch.uint8) for o in self._others}
         work = [dist.irecv(a, group=self._group, group_src=o, tag=_PULL) for o, a in answers.items()]
@@ -288,27 +350,25 @@ class ParameterServer(Workers):
             for o, message in zip(self._others, messages, strict=True)
         ]
         answers[self.worker] = self.server.own_push(pushes[self.worker])
-        for each in work:
-            assert each is not None
-            each.wait()
-        told = [self._taken_over(owner, answer) for owner, answer in answers.items()]
-        return min(stop for stop, _ in told), max(step + 1 - clock for _, clock in told)
+        _wait(work)
+        told = {owner: self._taken_over(owner, answer) for owner, answer in answers.items()}
+        first, slowest = min(each.stop_at for each in told.values()), min(each.slowest for each in told.values())
+        return _State(first, slowest, told[self.worker].tokens)
 
-    def _push_to(self, owner: int, step: int, weight: float, rates: Sequence[float], stop_at: int) -> "_Push":
+    def _push_to(self, owner: int, head: _Head, rates: Sequence[float]) -> "_Push":
         names = self.owned[owner]
         used = [float(name in self.grads) for name in names]
         parts = [self.grads[n] if n in self.grads else torch.zeros_like(self.parameters[n]) for n in names]
         flat = torch.cat([part.flatten().to(self.reduce_dtype) for part in parts]) if parts else torch.empty(0)
-        return _Push(self.worker, step, weight, stop_at, list(rates), used, flat)
+        return _Push(head, list(rates), used, flat)
 
-    def _taken_over(self, owner: int, answer: Tensor) -> tuple[int, int]:
-        """Take an owner's values; return its stop and the slowest worker's clock."""
-        head, flat = self._forms[owner].opened(answer, _ANSWER_HEAD)
-        stop_at, clock = map(int, head.tolist())
+    def _taken_over(self, owner: int, answer: Tensor) -> _State:
+        """Take an owner's values; return how far it says that all are."""
+        head, flat = self._forms[owner].opened(answer, len(_State._fields))
         parameters = [self.parameters[name] for name in self.owned[owner]]
         for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
             parameter.copy_(piece.view_as(parameter))
-        return stop_at, clock
+        return _State(*map(int, head.tolist()))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -326,28 +386,27 @@ class ParameterServer(Workers):
 
     def _sent_bytes(self) -> int:
         pushes = sum(self._forms[owner].push_bytes for owner in self._others)
-        return pushes + len(self._others) * self._forms[self.worker].answer_bytes
+        squares = 0 if self.clips_pushes or self._most_norm is None else torch.float64.itemsize
+        return pushes + len(self._others) * (self._forms[self.worker].answer_bytes + squares)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 class _Push(NamedTuple):
     """A worker's gradient of an owner's parameters.
 
-    step  -1: the worker has ended
     used  of each parameter, whether it took part in the loss
     flat  the gradients in the owner's order
     """
 
-    worker: int
-    step: int
-    weight: float
-    stop_at: int
+    head: _Head
     rates: list[float]
     used: list[float]
     flat: Tensor
-
-
-_PUSH_HEAD, _ANSWER_HEAD = 4, 2
-"""Numbers in front of rates and used, and of an answer's values."""
 
 
 class _Form:
@@ -356,8 +415,8 @@ class _Form:
     def __init__(self, num_parameters: int, num_groups: int, num_elements: int, dtype: torch.dtype):
         self.num_parameters, self.num_groups, self.num_elements = num_parameters, num_groups, num_elements
         self.dtype = dtype
-        self.head = _PUSH_HEAD + num_groups + num_parameters
-        self.push_bytes, self.answer_bytes = self._bytes(self.head), self._bytes(_ANSWER_HEAD)
+        self.head = len(_Head._fields) + num_groups + num_parameters
+        self.push_bytes, self.answer_bytes = self._bytes(self.head), self._bytes(len(_State._fields))
 
     def _bytes(self, head: int) -> int:
         return 8 * head + self.dtype.itemsize * self.num_elements
@@ -365,17 +424,16 @@ class _Form:
     def packed(self, push: _Push) -> Tensor:
         message = torch.zeros(self.push_bytes, dtype=torch.uint8)
         head, flat = self.opened(message, self.head)
-        numbers = [push.worker, push.step, push.weight, push.stop_at, *push.rates, *push.used]
+        numbers = [*push.head, *push.rates, *push.used]
         head[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         flat[: len(push.flat)] = push.flat
         return message
 
     def push(self, message: Tensor) -> _Push:
         head, flat = self.opened(message, self.head)
-        worker, step, weight, stop_at, *rest = head.tolist()
-        return _Push(
-            int(worker), int(step), weight, int(stop_at), rest[: self.num_groups], rest[self.num_groups :], flat
-        )
+        worker, step, weight, stop_at, tokens, *rest = head.tolist()
+        said = _Head(int(worker), int(step), weight, int(stop_at), int(tokens))
+        return _Push(said, rest[: self.num_groups], rest[self.num_groups :], flat)
 
     def opened(self, message: Tensor, head: int) -> tuple[Tensor, Tensor]:
         """Numbers and values of a message, which share its memory."""
@@ -393,11 +451,11 @@ class _Server:
         self, owner: ParameterServer, optimizer: torch.optim.Optimizer, form: _Form, group: ProcessGroup, step: int
     ):
         self.masters, self.optimizer, self.form, self.group = list(owner.masters.values()), optimizer, form, group
-        self.worker, self.num_workers, self.staleness = owner.worker, owner.num_workers, owner.staleness
-        self.clocks, self.stop_at = [step] * self.num_workers, NEVER
+        self.worker, self.num_workers = owner.worker, owner.num_workers
+        self.together, self.most_norm = owner.staleness == 0, owner._most_norm
+        self.clocks, self.stop_at, self.tokens = Clocks(self.num_workers, owner.staleness, step), NEVER, 0
         self.record: list[tuple[str, int, int]] | None = None
         self._changed = threading.Condition()
-        self._asking: dict[int, int] = {}  # worker -> step that it wants to begin
         self._arrived: dict[int, _Push] = {}  # of a step that is one update
         self._sent: dict[int, tuple[dist.Work | None, Tensor]] = {}  # memory of answers, until they have gone
         self._own: Tensor | None = None
@@ -410,9 +468,7 @@ class _Server:
     def join(self) -> None:
         """Wait until all other workers have ended."""
         self._thread.join()
-        for work, _ in self._sent.values():
-            assert work is not None
-            work.wait()
+        _wait([work for work, _ in self._sent.values()])
 
     def _serve(self) -> None:
         left = self.num_workers - 1
@@ -421,7 +477,7 @@ class _Server:
                 message = torch.empty(self.form.push_bytes, dtype=torch.uint8)
                 dist.recv(message, group=self.group, tag=_PUSH)
                 push = self.form.push(message)
-                if push.step < 0:
+                if push.head.step < 0:
                     left -= 1
                     continue
                 with self._changed:
@@ -444,33 +500,45 @@ class _Server:
             return answer
 
     def _take(self, push: _Push) -> None:
+        head = push.head
         if self.record is not None:
-            self.record.append(("push", push.worker, push.step))
-        self.stop_at = min(self.stop_at, push.stop_at)
-        self._asking[push.worker] = push.step + 1
-        if self.staleness == 0:
-            self._arrived[push.worker] = push
+            self.record.append(("push", head.worker, head.step))
+        self.stop_at = min(self.stop_at, head.stop_at)
+        self.tokens += head.tokens
+        if self.together:
+            self._arrived[head.worker] = push
             if len(self._arrived) == self.num_workers:
                 self._update_together([self._arrived.pop(worker) for worker in range(self.num_workers)])
-                self.clocks = [clock + 1 for clock in self.clocks]
-        else:
-            if push.weight == push.weight:
-                self._update(push.flat, push.used, push.rates, 1 / self.num_workers)
-            self.clocks[push.worker] += 1
-        slowest = min(self.clocks)
-        for worker in [w for w, step in self._asking.items() if slowest >= step - self.staleness]:
-            self._answer(worker, self._asking.pop(worker), slowest)
+        elif head.weight == head.weight:
+            self._update(push.flat, push.used, push.rates, 1 / self.num_workers)
+        for worker, step in self.clocks.push(head.worker):
+            self._answer(worker, step)
 
     def _update_together(self, pushes: list[_Push]) -> None:
         """One update of all workers' mean; none where a worker's gradient is not finite, as synchronous steps do."""
-        total = sum(push.weight for push in pushes)
-        if total != total:
+        total = sum(push.head.weight for push in pushes)
+        if not total > 0:
             return
         flat = torch.zeros(self.form.num_elements, dtype=self.form.dtype)
         for push in pushes:
-            flat.add_(push.flat, alpha=push.weight / total)
+            flat.add_(push.flat, alpha=push.head.weight / total)
+        if self.most_norm is not None:
+            norm = self._whole_norm(flat)
+            if not norm < float("inf"):
+                return
+            flat.mul_(min(1.0, self.most_norm / max(norm, 1e-300)))
         used = [max(each) for each in zip(*(push.used for push in pushes))]
         self._update(flat, used, pushes[0].rates, 1.0)
+
+    def _whole_norm(self, flat: Tensor) -> float:
+        """Of the gradient of which each owner has a part: all have the pushes of this step, or will have them."""
+        own = flat.double().square().sum().reshape(1)
+        squares = [own if owner == self.worker else torch.empty_like(own) for owner in range(self.num_workers)]
+        others = [owner for owner in range(self.num_workers) if owner != self.worker]
+        work = [dist.irecv(squares[owner], group=self.group, group_src=owner, tag=_SQUARES) for owner in others]
+        work += [dist.isend(own, group=self.group, group_dst=owner, tag=_SQUARES) for owner in others]
+        _wait(work)
+        return float(torch.cat(squares).sum().sqrt())
 
     def _update(self, flat: Tensor, used: Sequence[float], rates: Sequence[float], share: float) -> None:
         pieces = flat.split([master.numel() for master in self.masters])
@@ -483,12 +551,13 @@ class _Server:
             master.grad = None
 
     @torch.no_grad()
-    def _answer(self, worker: int, step: int, slowest: int) -> None:
+    def _answer(self, worker: int, step: int) -> None:
         if self.record is not None:
             self.record.append(("pull", worker, step))
         answer = torch.empty(self.form.answer_bytes, dtype=torch.uint8)
-        head, flat = self.form.opened(answer, _ANSWER_HEAD)
-        head.copy_(torch.tensor([self.stop_at, slowest], dtype=torch.float64))
+        state = _State(self.stop_at, self.clocks.slowest, self.tokens)
+        head, flat = self.form.opened(answer, len(state))
+        head.copy_(torch.tensor(state, dtype=torch.float64))
         if self.masters:
             torch.cat([master.flatten() for master in self.masters], out=flat)
         if worker == self.worker:
@@ -496,9 +565,7 @@ class _Server:
             self._changed.notify_all()
             return
         if worker in self._sent:
-            work = self._sent[worker][0]
-            assert work is not None
-            work.wait()  # it has pushed since, and so has received it
+            _wait([self._sent[worker][0]])  # it has pushed since, and so has received it
         self._sent[worker] = dist.isend(answer, group=self.group, group_dst=worker, tag=_PULL), answer
 
 
@@ -510,8 +577,9 @@ class Hogwild(Workers):
 
     def _adopt(self, wide: dict[str, Tensor]) -> dict[str, Tensor]:
         aligned = {name: -(-value.numel() * value.element_size() // 64) * 64 for name, value in wide.items()}
-        self._shared = _shared_memory(8 * (self.num_workers + 1), self.worker)  # clocks, and the stop
-        self._numbers = self._shared.view(torch.int64)
+        self._shared = _shared_memory(8 * len(_State._fields) * self.num_workers, self.worker)
+        # Each worker writes its own: of one number of all, what two write at once would be lost.
+        self._stops, self._clocks, self._tokens_of = self._shared.view(torch.int64).view(len(_State._fields), -1)
         self._memory = _shared_memory(sum(aligned.values()), self.worker)
         offset, masters = 0, {}
         for names in parameter_names(self.model):
@@ -529,15 +597,14 @@ class Hogwild(Workers):
         return masters
 
     def _begin(self, step: int) -> None:
-        self._numbers[self.worker] = step
-        self._numbers[-1] = NEVER
+        self._stops[self.worker], self._clocks[self.worker], self._tokens_of[self.worker] = NEVER, step, 0
 
     def _end(self) -> None:
         dist.barrier()
 
-    def _push(self, step: int, weight: float, rates: Sequence[float], stop_at: int) -> tuple[int, int]:
+    def _push(self, head: _Head, rates: Sequence[float]) -> _State:
         assert self._optimizer is not None
-        if weight == weight:
+        if head.weight == head.weight:
             for name, master in self.masters.items():
                 master.grad = self.grads.get(name)
             for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -545,12 +612,12 @@ class Hogwild(Workers):
             self._optimizer.step()
             for master in self.masters.values():
                 master.grad = None
-        if stop_at < int(self._numbers[-1]):
-            self._numbers[-1] = stop_at
-        self._numbers[self.worker] = step + 1
-        while (slowest := int(self._numbers[:-1].min())) < step + 1 - self.staleness:
+        self._tokens_of[self.worker] += head.tokens
+        self._stops[self.worker] = min(int(self._stops[self.worker]), head.stop_at)
+        self._clocks[self.worker] = head.step + 1  # last: who sees it sees the stop, too
+        while not may_begin(head.step + 1, slowest := int(self._clocks.min()), self.staleness):
             time.sleep(_POLL_S)
-        return int(self._numbers[-1]), max(0, step + 1 - slowest)
+        return _State(int(self._stops.min()), slowest, int(self._tokens_of.sum()))
 
 
 def _shared_memory(num_bytes: int, rank: int) -> Tensor:

@@ -24,7 +24,10 @@ Gradients of experts are summed over the data-parallel ranks that hold copies of
 place on the ep axis, and sharded over the same ranks. A stack of experts' matrices is sharded by the matrices' rows
 where there are fewer matrices than ranks.
 
-Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini), compression.
+Gradients that are compressed (`core.parallel.compress`) wait, each a tensor of its own, until `reduce`, which lets the
+compression exchange them once a step; what it returns takes the place of their sum.
+
+Rajbhandari et al. 2020, ZeRO, section 5. Not here: offload (core.gemini).
 """
 
 import weakref
@@ -51,14 +54,16 @@ from core.mesh import (
     derive_axes,
     device_of,
     gradient_axis,
+    group_of_ranks,
     shard_axis,
     stage_axis,
     sub_mesh,
 )
+from core.parallel.compress import UNCOMPRESSED, CommConfig, compression_of
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of, check_trained
 from core.parallel.rows import own_rows, paired_rows, row_length
-from core.parallel.squares import GradientSquares
+from core.parallel.squares import GradientSquares, when_gathered
 from core.placement.table import Table, is_expert, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 
@@ -69,6 +74,8 @@ class DataParallel(ParallelModel):
     """A model spread over the data axes, in whatever form: what a loop and a pipeline's stages ask of it."""
 
     completion: "Completion"
+    scale: float = 1.0
+    """of the gradients of the step that runs"""
 
     @contextmanager
     def foreseen(self) -> Iterator[None]:
@@ -86,6 +93,7 @@ class DataParallel(ParallelModel):
 
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
+        self.scale = scale
         for index, microbatch in enumerate(microbatches):
             with self.microbatch(last=index == len(microbatches) - 1):
                 value = loss(microbatch)
@@ -97,6 +105,46 @@ class DataParallel(ParallelModel):
         self.completion.used.clear()
         for master in self.masters.values():
             master.grad = None
+
+    @torch.no_grad()
+    def exchange(self, kept: dict[str, Tensor], used: set[str]) -> Collection[str]:
+        """Let the compression exchange gradients that wait for it, of parameters that any rank used.  Returns those.
+
+        kept  of this rank, whole, in the format of masters; they are taken over
+        """
+        if self.compression is None or not self.compression.is_on:
+            return ()
+        names = [name for name in self.compression.names if name in used]
+        device = device_of(self.mesh)
+        for name in names:
+            if name not in kept:  # used on others
+                shape, dtype = self.table[name].layout.local_shape(), self.masters[name].dtype
+                kept[name] = torch.zeros(shape, dtype=dtype, device=device)
+        grads = {name: kept[name] for name in names}
+        for axis in dict.fromkeys(axis for name in names for axis in self.table[name].partial):
+            self.completion.sum_partial([grads[n] for n in names if axis in self.table[n].partial], axis)
+        for name, grad in self.compression.reduce(grads, self.scale).items():
+            if self.is_sharded(name):
+                grad = own_rows(grad, self.shard_axis(name), self.shard_dim(name)).clone()
+            self.masters[name].grad = grad
+        return names
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.compression is not None:
+            self.compression.commit()
+        super().update(optimizer)
+
+    def skip(self) -> None:
+        super().skip()
+        if self.compression is not None:
+            self.compression.discard()
+
+    def is_sharded(self, name: str) -> bool:
+        """Return whether ZeRO cuts a parameter's master: any but a scalar's."""
+        return not self.table[name].whole
+
+    def shard_dim(self, name: str) -> int:
+        return self.table[name].master.cuts[-1][1] if self.is_sharded(name) else 0
 
     def shard_axis(self, name: str) -> DeviceMesh:
         """The ranks that hold copies of a parameter, over which ZeRO shards."""
@@ -113,19 +161,27 @@ class Completion:
         self.mesh, self.table, self.stage = mesh, table, stage_axis(mesh)
         self.used: set[str] = set()
 
-    def complete(self, masters: Mapping[str, Tensor], together: Collection[str] = ()) -> None:
+    def complete(
+        self,
+        masters: Mapping[str, Tensor],
+        together: Collection[str] = (),
+        compressed: Callable[[set[str]], Collection[str]] = lambda used: (),
+    ) -> None:
         """Complete gradients: some where any rank used the parameter, else none; partial ones summed over their axes.
 
-        together  masters that every rank must use in the same steps
+        together    masters that every rank must use in the same steps
+        compressed  used masters -> those of them that it has completed
         """
         used = self.used_anywhere(masters, together)
+        done = compressed(used)
         for name, master in masters.items():
             if name not in used:
                 master.grad = None
             elif master.grad is None:
                 master.grad = torch.zeros_like(master)
         for axis in dict.fromkeys(axis for row in self.table.values() for axis in row.partial):
-            self.sum_partial([m.grad for n, m in masters.items() if axis in self.table[n].partial], axis)
+            rest = (n for n in masters if axis in self.table[n].partial and n not in done)
+            self.sum_partial([masters[n].grad for n in rest], axis)
 
     def used_anywhere(self, masters: Mapping[str, Tensor], together: Collection[str]) -> set[str]:
         """Return masters for which any rank has a gradient: a stage's ranks agree on what the optimizer moves.
@@ -137,7 +193,8 @@ class Completion:
             return set(self.used)
         own = [name in self.used for name in masters]
         marks = torch.tensor([own, [not used for used in own]], dtype=torch.uint8, device=device_of(self.mesh))
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=None if self.stage is None else self.stage.get_group())
+        group = group_of_ranks(self.mesh) if self.stage is None else self.stage.get_group()
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
         used, unused = ({n for n, mark in zip(masters, row, strict=True) if mark} for row in marks.tolist())
         if apart := (used & unused).intersection(together):
             raise UserError(
@@ -187,17 +244,19 @@ def data_parallel(
     materialise: Callable[[nn.Module], None] = lambda model: None,
     reduce_each: bool = False,
     table: Table | None = None,
+    comm: CommConfig = UNCOMPRESSED,
 ) -> DataParallel:
     """Spread a model (its tensor parallelism applied) over the data axes; values that it has become the first rank's.
 
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
     table        where its parameters lie, cut by its plan; None: no plan has cut them
+    comm         how gradients are compressed
     """
     table = placement(model, None, mesh, zero) if table is None else table
     if zero == 3:
-        return FullyShardedReplicas(model, mesh, precision, materialise, reduce_each, table)
-    return Replicas(model, mesh, zero, precision, materialise, reduce_each, table)
+        return FullyShardedReplicas(model, mesh, precision, materialise, reduce_each, table, comm)
+    return Replicas(model, mesh, zero, precision, materialise, reduce_each, table, comm)
 
 
 # --- ZeRO 0, 1, 2 -----------------------------------------------------------------------------------------------------
@@ -215,6 +274,7 @@ class Replicas(DataParallel):
         materialise: Callable[[nn.Module], None],
         reduce_each: bool,
         table: Table,
+        comm: CommConfig = UNCOMPRESSED,
     ):
         """Take the arguments of `data_parallel`."""
         self.completion = begin(model, mesh, precision, table)
@@ -229,6 +289,7 @@ class Replicas(DataParallel):
             self._adopt(names, self.compute_dtype)
         self.masters = on_mesh(self.masters, mesh)
         self.parameters = {n: p for n, p in model.named_parameters() if n in self.masters}
+        self.compression = compression_of(comm, mesh, table, self.reduce_dtype, device_of(mesh))
         self._buckets = self._due = self._make_buckets()
         self._next = 0
         self._listen(self.parameters)
@@ -276,16 +337,10 @@ class Replicas(DataParallel):
             master = master.clone(memory_format=torch.contiguous_format) if own_memory else master.contiguous()
         self.masters[names[0]] = tag(master, layout).requires_grad_()
 
-    def is_sharded(self, name: str) -> bool:
-        """Return whether ZeRO cuts a parameter's master: any but a scalar's."""
-        return not self.table[name].whole
-
-    def shard_dim(self, name: str) -> int:
-        return self.table[name].master.cuts[-1][1] if self.is_sharded(name) else 0
-
     def _make_buckets(self) -> list["_Bucket"]:
         sizes = {n: local(self.parameters[n]).numel() * self.reduce_dtype.itemsize for n in self.masters}
-        return [_Bucket(names, self) for names in in_buckets(sizes, self.table)]
+        apart = () if self.compression is None else self.compression.names
+        return [_Bucket(names, self) for names in in_buckets(sizes, self.table, apart)]
 
     def _hook(self, name: str, bucket: "_Bucket") -> Callable[[Tensor], None]:
         # The garbage collector does not see into these hooks of a parameter: what they held could never be freed.
@@ -340,13 +395,19 @@ class Replicas(DataParallel):
             bucket.launch()  # those of which not every parameter took part
         self._next = 0
         for bucket in self._due:
+            if bucket.is_compressed:
+                continue
             for name, grad in bucket.wait().items():
                 master = self.masters[name]
                 master.grad = grad if master.grad is None else master.grad.add_(grad)
 
     def reduce(self) -> None:
         self._finish()
-        self.completion.complete(self.masters)
+        self.completion.complete(self.masters, compressed=self._reduce_compressed)
+
+    def _reduce_compressed(self, used: set[str]) -> Collection[str]:
+        kept = {n: grad for bucket in self._buckets if bucket.is_compressed for n, grad in bucket.kept.items()}
+        return self.exchange(kept, used)
 
     def release(self) -> None:
         super().release()
@@ -366,39 +427,43 @@ class Replicas(DataParallel):
                 bucket.publish(among)
 
 
-def in_buckets(sizes: Mapping[str, int], table: Table) -> list[list[str]]:
+def in_buckets(sizes: Mapping[str, int], table: Table, apart: Collection[str] = ()) -> list[list[str]]:
     """Cut parameters, in the order in which the backward finishes them, into messages of about BUCKET_BYTES.
 
     A message holds parameters that travel among the same ranks; its place in the order is that of its last one.
 
     sizes  bytes of each parameter's gradient, in the order of the forward
+    apart  of which no message has another with it; theirs come last
     """
     buckets: list[list[str]] = []
-    filling: dict[bool, tuple[list[str], int]] = {}
+    filling: dict[tuple[bool, bool], tuple[list[str], int]] = {}
     order = {name: place for place, name in enumerate(reversed(list(sizes)))}
     for name in order:
-        kind = is_expert(table[name])
+        kind = is_expert(table[name]), name in apart
         names, room = filling.get(kind, (None, 0))
         if names is None or sizes[name] > room:
             names, room = [], BUCKET_BYTES
             buckets.append(names)
         names.append(name)
         filling[kind] = names, room - sizes[name]
-    return sorted(buckets, key=lambda names: order[names[-1]])
+    return sorted(buckets, key=lambda names: (names[-1] in apart, order[names[-1]]))
 
 
 class _Bucket:
     """Gradients of some parameters as one message, laid out so that each rank's rows are contiguous: [rank, elements].
 
-    Rows that a ragged parameter lacks are padding: sent, never read. Where no other rank adds to them there is no
-    message, and each gradient stays a tensor of its own.
+    Rows that a ragged parameter lacks are padding: sent, never read. Where no other rank adds to them, or a compression
+    sends them, there is no message, and each gradient stays a tensor of its own.
     """
 
     def __init__(self, names: list[str], owner: Replicas):
         self.names, self.owner = names, owner
         self.axis = owner.shard_axis(names[0]) if owner.zero else None
         self.gradient_axis = gradient_axis(owner.mesh, owner.table[names[0]].layout.axes())
-        self.is_sent = self.gradient_axis.size() > 1
+        self.has_others = self.gradient_axis.size() > 1
+        self.compression = owner.compression
+        if self.compression is not None and names[0] not in self.compression.names:
+            self.compression = None
         self.ranks = self.axis.size() if self.axis is not None else 1
         self.device = local(owner.parameters[names[0]]).device
         # Each parameter's dim that is dealt out, elements of one rank's rows, and where these begin among a rank's.
@@ -408,6 +473,15 @@ class _Bucket:
         self.total = sum(self.lengths.values())
         self.waiting_for = set(names)
         self.clear()
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether a compression sends these gradients in the step that runs."""
+        return self.compression is not None and self.compression.is_on
+
+    @property
+    def is_sent(self) -> bool:
+        return self.has_others and not self.is_compressed
 
     def clear(self) -> None:
         self.kept: dict[str, Tensor] = {}
@@ -513,7 +587,8 @@ class FullyShardedReplicas(DataParallel):
     The shards are kept in the masters' format and cast as they are gathered, so the parameters are their own masters.
     Blocks are the elements of the model's module lists; all other modules are one more unit, and with them a block that
     shares a parameter with one of them. Every rank must use the same parameters in a step: FSDP2 reduces the parameters
-    that have gradients, and waits for the other ranks.
+    that have gradients, and waits for the other ranks. Gradients that are compressed are taken before it does, and stay
+    whole until the step's end.
 
     FSDP2 cuts rows and casts what it gathers. So a parameter without rows (a scalar, one without elements) and one of
     no floating numbers stay whole on every rank.
@@ -527,6 +602,7 @@ class FullyShardedReplicas(DataParallel):
         materialise: Callable[[nn.Module], None],
         reduce_each: bool,
         table: Table,
+        comm: CommConfig = UNCOMPRESSED,
     ):
         """Take the arguments of `data_parallel`."""
         self.completion = begin(model, mesh, precision, table)
@@ -567,6 +643,37 @@ class FullyShardedReplicas(DataParallel):
         materialise(model)
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = on_mesh({n: detached(p).requires_grad_() for n, p in self._trained.items()}, mesh)
+        self.compression = compression_of(comm, mesh, table, self.reduce_dtype, device_of(mesh))
+        self._kept: dict[str, Tensor] = {}
+        if self.compression is not None:
+            when_gathered(model, self._taking)
+
+    @property
+    def _taking(self) -> Callable[[str, Tensor], None]:
+        """Take from a gathered parameter the gradients that are compressed, before FSDP2 reduces what it finds."""
+        replicas = weakref.ref(self)  # the garbage collector does not see into the hooks of a parameter
+
+        def listen(name: str, parameter: Tensor) -> None:
+            def ready(parameter: Tensor) -> None:
+                own, grad = replicas(), parameter.grad
+                assert grad is not None
+                if own is not None and own.compression is not None and own.compression.is_on:
+                    parameter.grad = None
+                    own._keep(name, own_part(grad) if isinstance(grad, DTensor) else grad)
+
+            own = replicas()
+            if own is not None and own.compression is not None and name in own.compression.names:
+                parameter.register_post_accumulate_grad_hook(ready)
+
+        return listen
+
+    def _keep(self, name: str, grad: Tensor) -> None:
+        held = self._kept.get(name)
+        self._kept[name] = own_gradient(grad, self.reduce_dtype) if held is None else held.add_(grad)
+
+    def release(self) -> None:
+        super().release()
+        self._kept = {}
 
     @contextmanager
     def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
@@ -585,8 +692,13 @@ class FullyShardedReplicas(DataParallel):
             self.masters[name].grad = None if parameter.grad is None else local(parameter.grad)
             parameter.grad = None
         self._sum_scalars([m for m in self.masters.values() if m.ndim == 0])
+        self.completion.used |= self._kept.keys()
         sharded = {name for name, parameter in self._trained.items() if isinstance(parameter, DTensor)}
-        self.completion.complete(self.masters, together=sharded)
+        if self.compression is not None and self.compression.is_on:
+            sharded -= set(self.compression.names)
+        self.completion.complete(
+            self.masters, together=sharded, compressed=lambda used: self.exchange(self._kept, used)
+        )
 
     def _sum_scalars(self, scalars: list[Tensor]) -> None:
         """All-reduce, in one message, the gradients of non-empty parameters that FSDP2 leaves to us."""

@@ -44,10 +44,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from core.comm.collectives import all_gather, all_reduce, exchange_rows, gather_from, scatter_to
-from core.compat import root_of
 from core.config import UserError
 from core.layout import even_shares, largest_share
-from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, joined_axis
+from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, joined_axis, whole_of
 from core.parallel.context import ShardedContext
 from core.parallel.grid import FIRST, Spread
 from core.parallel.sequence import GATHER, SCATTER
@@ -79,7 +78,7 @@ def experts_held(num_experts: int, *sizes: int) -> list[int]:
 
 
 def _exchanged(moe: Any, mesh: DeviceMesh, axes: tuple[str, ...] = (EXPERT_AXIS,)) -> nn.Module:
-    root, experts = root_of(mesh), moe.experts
+    root, experts = whole_of(mesh), moe.experts
     axis = joined_axis(root, axes)
     held = experts_held(experts.num_experts, *(axis_size(root, name) for name in axes))
     inner = experts.forward

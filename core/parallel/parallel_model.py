@@ -25,6 +25,7 @@ from core.layout import detached
 from core.mesh import device_of
 from core.parallel.correction import Correction
 from core.parallel.draws import Draws
+from core.parallel.feedback import Feedback
 from core.parallel.squares import GradientSquares
 from core.placement.table import Table
 
@@ -90,11 +91,13 @@ class Told(NamedTuple):
 
     stop_at    steps after which all workers stop
     staleness  the slowest worker's steps that are not in the values that the next step begins with
+    tokens     of all workers' pushes that were applied since this one's last
     wait_s     seconds that the push and the wait for these values took
     """
 
     stop_at: int
     staleness: int
+    tokens: int
     wait_s: float
 
 
@@ -102,11 +105,43 @@ class RunsAsynchronously(Protocol):
     """A model whose ranks do not wait for one another: `push` takes the place of `reduce` and `update`, and `publish`
     is where they meet (`core.parallel.asynchronous.Workers`)."""
 
-    def running(self, optimizer: torch.optim.Optimizer, step: int) -> AbstractContextManager[None]: ...
+    def running(
+        self, optimizer: torch.optim.Optimizer, step: int, most_norm: float | None
+    ) -> AbstractContextManager[None]: ...
 
-    def clip(self, most: float | None) -> float: ...
+    def clip(self) -> float: ...
 
-    def push(self, step: int, weight: float, rates: Sequence[float], stop: bool) -> Told: ...
+    def push(self, step: int, weight: float, tokens: int, rates: Sequence[float], stop: bool) -> Told: ...
+
+
+class Ended(NamedTuple):
+    """What `TrainsLocally.end_step` has come to: figures for the step's row, and whether all workers stop after it."""
+
+    figures: dict[str, float]
+    stopping: bool
+
+
+class TrainsLocally(Protocol):
+    """Workers that take steps by themselves, each with a mesh of its own, and average the way that they have come
+    (`core.parallel.local.LocalTraining`)."""
+
+    def begin_step(self, weight: Tensor) -> None: ...
+
+    def share_gradients(self, step: int) -> None: ...
+
+    def end_step(self, step: int, loss: float, stop: bool, is_last: bool) -> Ended: ...
+
+    def outer_weights(self) -> AbstractContextManager[None]: ...
+
+    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def restored(self) -> None: ...
+
+    @property
+    def form(self) -> Mapping[str, int]: ...
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
 
 
 class ParallelModel(ABC):
@@ -118,6 +153,9 @@ class ParallelModel(ABC):
     table    where its parameters and masters lie, and those of other ranks
     draws    knows which rows of which step a forward computes, so that dropout is that of one rank
     correction  of what is learned with old weights, under a pipeline that has them
+    compression of the messages of its gradients
+    mesh     of those ranks that take a step together
+    local    what workers average, where each takes steps by itself
     """
 
     model: nn.Module
@@ -126,6 +164,14 @@ class ParallelModel(ABC):
     table: Table
     draws: Draws = Draws()
     correction: Correction = Correction({})
+    compression: Feedback | None = None
+    local: TrainsLocally | None = None
+    all_workers: DeviceMesh | None = None
+
+    @property
+    def whole_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks, also of other workers."""
+        return self.mesh if self.all_workers is None else self.all_workers
 
     @property
     def ahead(self) -> "RunsAhead | None":

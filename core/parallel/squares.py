@@ -1,9 +1,11 @@
 """The squares of the gradients that each microbatch leaves, before reduction and clipping.
 
 A rank's gradient of one microbatch is of its own rows alone until data parallelism adds the ranks up. `GradientSquares`
-is told of each as autograd delivers it, takes its norm, and keeps no gradient. Tensor parallelism has cut a gradient:
-the squares of its shards add up, and what the ranks hold alike counts once. Data-parallel ranks hold gradients of other
-rows: these are never added before they are squared.
+is told of each as autograd delivers it, and takes its norm while caches still hold it. A small gradient's norm takes
+longer to call than to compute: small ones of rows as long are collected, copied into one tensor, and have one norm
+together. Nothing else of a gradient is kept. Tensor parallelism has cut a gradient: the squares of its shards add up,
+and what the ranks hold alike counts once. Data-parallel ranks hold gradients of other rows: these are never added
+before they are squared.
 
 Where the gradients of small parameters are partial sums over tp (norms between sharded sequences), each microbatch's is
 kept until the step's end, and all travel in one message: the square of a sum is not the sum of squares.
@@ -12,7 +14,6 @@ McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -26,7 +27,16 @@ from torch.distributed.fsdp import FSDPModule
 from core.compat import own_part
 from core.layout import is_dtensor
 from core.mesh import data_axis, device_of, pipeline_ranks, sub_mesh
-from core.placement.table import Placed, Table
+from core.placement.table import Table
+
+SMALL_BYTES = 2**16
+"""A gradient up to this size is collected: copying it takes less than a norm of its own."""
+COLLECTED_BYTES = 2**22
+"""Of collected gradients, at which their norm is taken."""
+
+
+_Kind = tuple[int, torch.dtype, torch.Size]
+"""Of gradients that make one tensor: how many ranks hold the same, format, shape without its first dim."""
 
 
 class GradientSquares:
@@ -34,27 +44,53 @@ class GradientSquares:
 
     def __init__(self, mesh: DeviceMesh, table: Table):
         self._mesh, self._table = mesh, table
-        self._alike = mesh.size() // pipeline_ranks(mesh) // data_axis(mesh).size()  # ranks of the same rows and stage
+        alike = mesh.size() // pipeline_ranks(mesh) // data_axis(mesh).size()  # ranks of the same rows and stage
+        self._copies = {n: alike // math.prod(map(r.layout.axis_size, r.layout.axes())) for n, r in table.items()}
         self._norms: dict[int, list[Tensor]] = {}  # by how many ranks hold the same
+        self._kinds: dict[str, _Kind] = {}
+        self._collected: dict[_Kind, list[Tensor]] = {}
+        self._collected_names: set[str] = set()
+        self._collected_bytes = 0
         self._partial: dict[str, list[Tensor]] = {}
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """One microbatch's gradient of a parameter, on this rank, that needs no gradient itself.
+
+        It is only looked at: until the next one of this parameter, or `take`, so that it must not change before.
+        """
+        if name in self._collected_names:
+            self._square_collected()
+        self._calls[name] = self._calls.get(name, 0) + 1
+        grad = own_part(grad) if is_dtensor(grad) else grad
+        if self._table[name].partial:
+            self._partial.setdefault(name, []).append(grad.to(_wide(grad), copy=True).flatten())
+        elif (size := grad.nbytes) > SMALL_BYTES:
+            self._square(grad, self._copies[name])
+        else:
+            self._collect(name, grad, size)
+
+    def _collect(self, name: str, grad: Tensor, size: int) -> None:
+        if (kind := self._kinds.get(name)) is None:
+            kind = self._kinds[name] = self._copies[name], grad.dtype, grad.shape[1:]
+        if (alike := self._collected.get(kind)) is None:
+            alike = self._collected[kind] = []
+        alike.append(grad if grad.ndim else grad.view(1))
+        self._collected_names.add(name)
+        self._collected_bytes += size
+        if self._collected_bytes > COLLECTED_BYTES:
+            self._square_collected()
 
     @torch.no_grad()
-    def add(self, name: str, grad: Tensor) -> None:
-        """One microbatch's gradient of a parameter, on this rank; it is only looked at."""
-        self._calls[name] += 1
-        grad = own_part(grad) if is_dtensor(grad) else grad
-        if not grad.numel():
-            return
-        row, wide = self._table[name], torch.promote_types(grad.dtype, torch.float32)
-        if row.partial:
-            self._partial.setdefault(name, []).append(grad.detach().to(wide, copy=True).flatten())
-        else:
-            norm = torch.linalg.vector_norm(grad.detach(), dtype=wide)
-            self._norms.setdefault(self._copies(row), []).append(norm)
+    def _square(self, grad: Tensor, copies: int) -> None:
+        self._norms.setdefault(copies, []).append(torch.linalg.vector_norm(grad, dtype=_wide(grad)))
 
-    def _copies(self, row: Placed) -> int:
-        return self._alike // math.prod(map(row.layout.axis_size, row.layout.axes()))
+    def _square_collected(self) -> None:
+        for (copies, *_), alike in self._collected.items():
+            self._square(torch.cat(alike), copies)
+        self._collected.clear()
+        self._collected_names.clear()
+        self._collected_bytes = 0
 
     @torch.no_grad()
     def take(self, num_microbatches: int) -> Tensor:
@@ -63,6 +99,7 @@ class GradientSquares:
         The first is then the sum over all microbatches of all ranks of the squared norm of the microbatch's gradient.
         The second is above 0 where a gradient came in several parts in one microbatch, and the first is wrong.
         """
+        self._square_collected()
         total = torch.zeros((), dtype=torch.float64, device=device_of(self._mesh))
         for copies, norms in self._norms.items():
             total += torch.stack(norms).to(total).square().sum() / copies
@@ -70,7 +107,7 @@ class GradientSquares:
             names = sorted(name for name in self._partial if axis in self._table[name].partial)
             flat = torch.cat([grad for name in names for grad in self._partial[name]])
             dist.all_reduce(flat, group=sub_mesh(self._mesh, axis).get_group())
-            total += flat.to(total).square().sum() / self._copies(self._table[names[0]])
+            total += flat.to(total).square().sum() / self._copies[names[0]]
         several = max(self._calls.values(), default=0) > num_microbatches
         self._norms.clear()
         self._partial.clear()
@@ -84,7 +121,7 @@ class GradientSquares:
 
         def arrived(grad: Tensor) -> None:
             if (squares := own()) is not None:
-                squares.add(name, grad)
+                squares.add(name, grad.detach())  # another name of it: what has two of this one autograd copies
 
         parameter.register_hook(arrived)
 
@@ -93,23 +130,40 @@ class GradientSquares:
 
         kept_whole  name -> parameter of those that it leaves alone
         """
-        seen = {id(parameter) for parameter in model.parameters()}
         for name, parameter in kept_whole.items():
             self.watch(name, parameter)
         own = ref(self)
 
-        def gathered(prefix: str) -> Callable[[nn.Module, Any], None]:
-            def look(unit: nn.Module, _: Any) -> None:
-                squares = own()
-                for name, parameter in unit.named_parameters(prefix) if squares is not None else ():
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        if parameter.requires_grad and squares is not None:
-                            squares.watch(name, parameter)
+        def tell(name: str, parameter: Tensor) -> None:
+            if (squares := own()) is not None:
+                squares.watch(name, parameter)
 
-            return look
+        when_gathered(model, tell)
 
-        for name, unit in model.named_modules():
-            module: nn.Module = unit
-            if isinstance(unit, FSDPModule):
-                module.register_forward_pre_hook(gathered(name))  # behind FSDP2's own, which is the first
+
+def when_gathered(model: nn.Module, tell: Callable[[str, Tensor], None]) -> None:
+    """Have each trained parameter told of, once, when FSDP2 has first gathered it: what forwards compute with.
+
+    tell  (name, parameter) -> None; what it holds lives as long as the model
+    """
+    seen = {id(parameter) for parameter in model.parameters()}
+
+    def gathered(prefix: str) -> Callable[[nn.Module, Any], None]:
+        def look(unit: nn.Module, _: Any) -> None:
+            for name, parameter in unit.named_parameters(prefix):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    if parameter.requires_grad:
+                        tell(name, parameter)
+
+        return look
+
+    for name, unit in model.named_modules():
+        module: nn.Module = unit
+        if isinstance(unit, FSDPModule):
+            module.register_forward_pre_hook(gathered(name))  # behind FSDP2's own, which is the first
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    """The format of its norm."""
+    return torch.promote_types(grad.dtype, torch.float32)

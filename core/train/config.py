@@ -11,7 +11,9 @@ from core.config import UserError, require_device
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
 from core.optim.sgd import SgdConfig
+from core.optim.spec import spec_of
 from core.parallel.correction import CORRECTIONS
+from core.parallel.local import LocalTrainingConfig, check_local
 from core.parallel.pipeline.schedule import SCHEDULES
 from core.precision import LossScaleConfig, MatmulPrecision
 
@@ -93,6 +95,10 @@ class TrainConfig(ParallelConfig):
             self._check_noise_scale()
         if self.local.asynchronous is not None:
             self._check_asynchronous()
+        if self.comm.compress is not None:
+            self._check_compression()
+        if self.rounds is not None:
+            self._check_workers(self.rounds)
         self.check_pipeline(self.mesh.pp)
         self._check_correction()
         if self.microbatch is not None and self.pipeline.microbatches is not None:
@@ -159,6 +165,47 @@ class TrainConfig(ParallelConfig):
                 f"{given} with optim.name={optim.name}: its updates have no state that workers would share; use "
                 "--optim.name sgd --optim.momentum 0, or --local.async parameter_server"
             )
+
+    def _check_compression(self) -> None:
+        """Raises UserError for meshes, optimizers and estimates that need the sum of the gradients itself."""
+        self.comm.check_mesh(self.mesh.pp, self.mesh.ep)
+        given = f"comm.compress={self.comm.compress}"
+        if self.noise_scale:
+            raise UserError(f"{given} with noise_scale: no rank has the gradient of the whole batch; leave one out")
+        if self.optim.name == "hessian_free":
+            raise UserError(
+                f"{given} with optim.name=hessian_free: it solves with products of which it needs the sums themselves; "
+                "use another --optim.name, or no --comm.compress"
+            )
+
+    def _check_workers(self, rounds: LocalTrainingConfig) -> None:
+        """Raises UserError where it is not said what a worker is, and for what is of all ranks' rows in each step."""
+        mesh = self.mesh
+        check_local(
+            rounds,
+            {
+                (
+                    f"zero={self.zero} and no mesh.dp_replicate",
+                    "that is the number of workers, within which ZeRO shards",
+                    "--mesh.dp-replicate 2",
+                ): self.zero > 0 and mesh.dp_replicate is None,
+                (
+                    "mesh.cp_mode=mixed",
+                    "its two axes are of the whole mesh",
+                    "--mesh.cp-mode ring",
+                ): mesh.cp_mode == "mixed",
+                (
+                    "noise_scale",
+                    "no rank has the gradient of the whole batch",
+                    "one of them",
+                ): self.noise_scale,
+                (
+                    f"optim.name={self.optim.name}",
+                    "it looks at the curvature of the whole batch",
+                    "--optim.name adamw or muon",
+                ): spec_of(self.optim.name).looks,
+            },
+        )
 
     def _check_noise_scale(self) -> None:
         """Raises UserError where no rank has the gradient of its own rows, or its shards, before they are reduced."""

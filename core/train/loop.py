@@ -7,6 +7,7 @@ loss. One step is
 2. for each microbatch: forward, loss times its share of the whole batch's weight, backward, in the order and on the
    ranks that the `ParallelModel` decides
    K-FAC sees the model at work before; Hessian-free does all of 2 to 4 itself (`core.train.curvature`)
+   Workers that train locally are each the whole of such a step, and average behind it (`core.parallel.local`)
 3. complete the gradients; their global norm says whether they are finite and how far they are clipped
 4. the optimizer updates the masters; the parameters take over their values
 5. one row of metrics; a checkpoint, an evaluation, the end when it is time
@@ -105,15 +106,16 @@ def fit(
     state = TrainState(parallel, optimizer, loss_scale, dict(values or {}), average, keep_frozen, noise)
     state.curvature = curvature_of(parallel, optimizer, predict, config)
     _check_asynchronous(parallel, optimizer, average)
-    axis = data_axis(parallel.mesh)
+    _check_local(parallel, average)
+    axis = data_axis(parallel.whole_mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
-    seed_everything(config.seed + _drawing_rank(parallel.mesh))
+    seed_everything(config.seed + _drawing_rank(parallel.whole_mesh))
     with ExitStack() as stack:
         hangs = stack.enter_context(watch_steps(config.hang_after, parallel.device))
         with hangs.step("what comes before the first step", counts=False):
             parallel.prepare(optimizer, _sample(parallel, batches, loss, config))
-        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, parallel.mesh)
+        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, parallel.whole_mesh)
         stack.callback(checkpointer.close)
         first = resume(state, checkpointer, config)
         last = min(config.steps, config.stop_after or config.steps)
@@ -121,7 +123,7 @@ def fit(
             return nothing_to_do(config, runtime, first, last)
         log = stack.enter_context(run_log(config, runtime, first))
         if parallel.asynchronous is not None:
-            stack.enter_context(parallel.asynchronous.running(optimizer, first or 0))
+            stack.enter_context(parallel.asynchronous.running(optimizer, first or 0, config.optim.clip_norm))
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
             progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
@@ -221,6 +223,14 @@ def _check_asynchronous(
         )
 
 
+def _check_local(parallel: ParallelModel, average: WeightAverage | None) -> None:
+    """Raises UserError for an average of the weights, of which each worker has its own."""
+    if parallel.local is not None and average is not None:
+        raise UserError(
+            "local.every with an average of the weights: each worker has other weights after a step; leave one out"
+        )
+
+
 def train_step(
     state: TrainState,
     batch: dict[str, Tensor],
@@ -243,7 +253,7 @@ def train_step(
 
     The host waits for the device once: when it reads what says how the update goes (`TrainState.read_step`).
     """
-    parallel, axis = state.parallel, data_axis(state.parallel.mesh)
+    parallel, axis = state.parallel, data_axis(state.parallel.whole_mesh)
     rates = _rates(state, batch, config, step)
     if parallel.asynchronous is not None:
         return _asynchronous_step(state, batch, loss, weight, config, step, stop_requested)
@@ -259,6 +269,8 @@ def train_step(
             curvature.look(microbatches, weights.tolist(), float(whole) or 1.0, loss, step, scale)
         mean = parallel.run(microbatches, share_of_loss, scale)
         parallel.reduce()
+        if parallel.local is not None:
+            parallel.local.share_gradients(step)
         squares = None if state.noise is None else state.noise.take(sizes, axis.size())
         whole = gradient_norm(parallel.masters.values(), parallel.mesh)
         read = state.read_step(mean, whole, stop_requested(), squares)
@@ -287,6 +299,10 @@ def train_step(
     state.require_progress()
     others = {f"lr_{index}": rate for index, rate in enumerate(rates) if rate != rates[0]}
     figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm} | others
+    if parallel.local is not None:
+        ended = parallel.local.end_step(step, state.loss, state.stopping, step + 1 == config.steps)
+        state.stopping = ended.stopping
+        figures |= ended.figures
     if read.expert_load is not None:
         figures |= load_figures(read.expert_load)
     if curvature is not None and curvature.optimizer.fallbacks:
@@ -294,6 +310,8 @@ def train_step(
     figures |= noise_figures
     if state.loss_scale.skipped_steps or state.loss_scale.dynamic:
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
+    if parallel.compression is not None:
+        figures |= parallel.compression.row()
     return figures | {"tokens": num_tokens(batch) * axis.size()}
 
 
@@ -312,21 +330,23 @@ def _asynchronous_step(
     rates = _rates(state, batch, config, step)
     microbatches, share_of_loss, weights, _ = _work(state, batch, loss, weight, config, step)
     state.loss = float(parallel.run(microbatches, share_of_loss))
-    norm = worker.clip(config.optim.clip_norm)
+    norm = worker.clip()
     is_finite = state.loss_scale.update(norm < float("inf"))
-    told = worker.push(step, float(weights.sum()) if is_finite else math.nan, rates, stop_requested())
+    its_weight = float(weights.sum()) if is_finite else math.nan
+    told = worker.push(step, its_weight, num_tokens(batch), rates, stop_requested())
     parallel.release()
     state.stopping = told.stop_at <= step + 1
     state.require_progress()
     figures = {"loss": state.loss, "lr": rates[0], "grad_norm": norm, "staleness": told.staleness}
     if state.loss_scale.skipped_steps:
         figures["skipped_steps"] = state.loss_scale.skipped_steps
-    return figures | {"wait_s": told.wait_s, "tokens": num_tokens(batch) * data_axis(parallel.mesh).size()}
+    return figures | {"wait_s": told.wait_s, "tokens": told.tokens}
 
 
 def _rates(state: TrainState, batch: dict[str, Tensor], config: TrainConfig, step: int) -> list[float]:
     """The learning rate of each parameter group in a step."""
-    schedule, rows = config.optim.schedule, len(next(iter(batch.values()))) * data_axis(state.parallel.mesh).size()
+    schedule, ranks = config.optim.schedule, data_axis(state.parallel.whole_mesh).size()
+    rows = len(next(iter(batch.values()))) * ranks
     factor = batch_factor(rows, schedule)
     return [learning_rate(step, config.steps, own * factor, schedule) for own in state.learning_rates]
 
@@ -394,8 +414,12 @@ def _work(
     parts = _microbatches(batch, config, device)
     weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
     whole_weight = weights.sum()
-    if axis.size() > 1 and parallel.asynchronous is None:
+    if parallel.asynchronous is not None:  # where these rows weigh nothing, others' do
+        whole_weight = whole_weight.clamp(min=torch.finfo(torch.float64).tiny)
+    elif axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
+    if parallel.local is not None:
+        parallel.local.begin_step(whole_weight)
 
     def share_of_loss(microbatch: Microbatch) -> Tensor:
         part, share, first_row, rows = microbatch
@@ -408,7 +432,9 @@ def _work(
         return value * share.to(torch.promote_types(value.dtype, torch.float32))
 
     sizes = [len(next(iter(part.values()))) for part in parts]
-    first_rows = [axis.get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])]
+    first_rows = [
+        data_axis(parallel.whole_mesh).get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])
+    ]
     shares = (weights / whole_weight).unbind()
     microbatches = [Microbatch(*each) for each in zip(parts, shares, first_rows, sizes, strict=True)]
     return microbatches, share_of_loss, weights, whole_weight
@@ -451,7 +477,7 @@ def _sample(parallel: ParallelModel, batches: Batches, loss: Loss, config: Train
     """The losses of the run's first microbatches on this rank, for who wants to see a step before it runs."""
 
     def draw() -> list[Callable[[torch.nn.Module], Tensor]]:
-        axis = data_axis(parallel.mesh)
+        axis = data_axis(parallel.whole_mesh)
         parts = _microbatches(batches.batch(0, axis.get_local_rank(), axis.size()), config, parallel.device)
         return [lambda model, part=part: loss(model, part) for part in parts]
 
@@ -461,7 +487,7 @@ def _sample(parallel: ParallelModel, batches: Batches, loss: Loss, config: Train
 def _evaluated(parallel: ParallelModel, evaluate: Evaluate) -> dict[str, float]:
     modes = [(module, module.training) for module in parallel.model.modules()]
     parallel.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), nullcontext() if parallel.local is None else parallel.local.outer_weights():
         figures = dict(evaluate(parallel.model))
     for module, training in modes:
         module.training = training

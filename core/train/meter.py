@@ -23,19 +23,23 @@ class Meter:
     """Time, throughput, memory and communication of the steps of one call of `fit`.
 
     Memory on a CPU is accounted tensor by tensor, and collectives are counted, during the second step alone: by then
-    the optimizer's state exists, and what counting costs does not touch the other steps.
+    the optimizer's state exists, and what counting costs does not touch the other steps. Where gradients are compressed
+    from a later step on, it is the second of those, if the run has it.
     """
 
     COUNTED = 2
 
     def __init__(self, parallel: ParallelModel, config: TrainConfig, runtime: Runtime, flops_per_token: float | None):
         self.parallel, self.runtime, self.flops_per_token = parallel, runtime, flops_per_token
-        self.num_devices = parallel.mesh.size()
+        self.num_devices = parallel.whole_mesh.size()
         self.account: MemoryAccount | None = None
         self.volume: Volume | None = None
         self.dispatch = not config.compile  # a dispatch mode would send compiled blocks back to eager
         measured = flops_per_token and runtime.leads  # the others' rows are not written
         self.peak = peak_flops(runtime.device, compute_dtype(config.precision)) if measured else None
+        compression = parallel.compression
+        whole = 0 if compression is None else max(0, compression.start - compression.steps)
+        self.counted = self.COUNTED + (whole if self.COUNTED + whole <= config.steps else 0)
         self.times: list[tuple[float, int]] = []
         self.begin = self.step_begin = time.perf_counter()
 
@@ -43,15 +47,18 @@ class Meter:
     def step(self, state: TrainState) -> Iterator[None]:
         self.step_begin = time.perf_counter()
         with ExitStack() as stack:
-            if self.dispatch and len(self.times) == self.COUNTED - 1:
-                self.volume = stack.enter_context(count_volume(self.parallel.mesh))
+            if self.dispatch and len(self.times) == self.counted - 1:
+                self.volume = stack.enter_context(count_volume(self.parallel.whole_mesh))
                 if self.runtime.device.type == "cpu" and self.parallel.device_peak_bytes is None:
                     self.account = stack.enter_context(MemoryAccount())
                     self.account.add(self.parallel.model.parameters())
                     self.account.add(self.parallel.masters.values())
+                    if self.parallel.compression is not None:
+                        self.account.add(self.parallel.compression.errors.values())
                     held = [
                         v for s in list(state.optimizer.state.values()) for v in s.values() if isinstance(v, Tensor)
                     ]
+                    held += [] if self.parallel.local is None else self.parallel.local.tensors
                     self.account.add(held + list(state.average.tensors.values() if state.average else ()))
             yield
 
@@ -90,6 +97,7 @@ class Meter:
             "device_peak_bytes": device_peak,
             "resident_peak_bytes": resident_peak,
             "communication_bytes_per_step": self.volume and self.volume.total_bytes,
+            "communication_bytes_by_axis": self.volume and self.volume.by_axis,
             "skipped_steps": state.loss_scale.skipped_steps,
             "num_ranks": self.num_devices,
             "device": self.runtime.device.type,

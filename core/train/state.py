@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import Checkpointer, rng_state, set_rng_state
 from core.config import UserError
-from core.mesh import GRID_AXES, axis_size, data_axis, stage_axis
+from core.mesh import GRID_AXES, axis_size, data_axis, group_of_ranks, stage_axis
 from core.nn.moe import MoE, take_load
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_squares
@@ -63,11 +63,17 @@ class TrainState:
         """Each parameter group's own rate, before any schedule: torch's `initial_lr`, or what it has at first."""
         return [float(group.setdefault("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
 
-    def tensors(self, optim: dict[str, dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
+    def tensors(
+        self, optim: dict[str, dict[str, Tensor]] | None = None, comm: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """name -> local tensor of everything that is saved as tensors.
 
         optim  parameter -> its optimizer's tensors; by default as they are now
+        comm   those of compressed messages; by default as they are now
         """
+        compression = self.parallel.compression
+        if comm is None:
+            comm = {} if compression is None else compression.tensors()
         frozen = self.parallel.frozen if self.keep_frozen else {}
         found = {f"model/{name}": parameter for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.parallel.masters.items()}
@@ -78,9 +84,10 @@ class TrainState:
         found |= {f"buffer/{n}": b for n, b in self.parallel.model.named_buffers() if n in persistent}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
             found |= {f"optim/{key}/{name}": value for key, value in state.items()}
+        found |= {f"comm/{name}": value for name, value in comm.items()}
         if self.average is not None:
             found |= {f"average/{name}": value for name, value in self.average.tensors.items()}
-        return found
+        return found if self.parallel.local is None else self.parallel.local.stored(found)
 
     def _optimizer_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {name: state_tensors(self.optimizer, master) for name, master in self.parallel.masters.items()}
@@ -91,31 +98,42 @@ class TrainState:
         values["schedule"] = self.parallel.schedule_name
         values["correction"] = {"name": self._correction, "count": self.parallel.correction.count}
         values["stages"] = self.parallel.blocks_of_stages
+        if self.parallel.local is not None:
+            values["local"] = dict(self.parallel.local.form)
         if self.norms:
             values["norms"] = [[step, norm] for step, norm in self.norms.items()]
         if self.average is not None:
             values["average_steps"] = self.average.steps
         if self.noise is not None:
             values["noise_scale"] = self.noise.state()
+        if self.parallel.compression is not None:
+            values["compression"] = self.parallel.compression.record()
         checkpointer.save(step, self.tensors(), values, rng_state())
 
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
         """Take over a checkpoint, of whatever mesh.  Returns its step.
 
         Raises UserError for one of a pipeline that runs ahead where this does not, and the other way round, and for one
-        of another correction, and one whose stages were late by other numbers of updates.
+        of another correction, one whose stages were late by other numbers of updates, one of other local training, and
+        one of compressed messages that this run does not compress alike.
         """
         saved = checkpointer.values(at)
         self._require_schedule(saved)
         self._require_correction(saved)
+        comm = self._compression_to_fill(saved)
+        self._require_rounds(saved)
         self._make_optimizer_state()
         with torch.no_grad():
             optim = self._optimizer_tensors()
-            step, values, random = checkpointer.load(at, self.tensors(optim))
+            step, values, random = checkpointer.load(at, self.tensors(optim, comm))
             self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
             for name, loaded in optim.items():
                 restore_state(self.optimizer, self.parallel.masters[name], loaded)
+            if self.parallel.local is not None:
+                self.parallel.local.restored()
             self.parallel.publish()
+        if comm and self.parallel.compression is not None:
+            self.parallel.compression.take(values["compression"], comm)
         self.loaded = values["values"]
         self.norms = {int(step): float(norm) for step, norm in values.get("norms", [])}
         self.loss_scale.load_state(values["loss_scale"])
@@ -145,6 +163,24 @@ class TrainState:
                 f"--mesh.pp {len(stages)} --pipeline.split {blocks}, or begin anew with its weights"
             )
 
+    def _require_rounds(self, saved: dict[str, Any]) -> None:
+        """Raises UserError for a checkpoint of other local workers."""
+        rounds, own = saved.get("local"), None if self.parallel.local is None else dict(self.parallel.local.form)
+        if rounds == own:
+            return
+        if rounds is None:
+            again = "resume it without --local.every"
+        elif own is None:
+            again = f"resume it with --local.every, on {rounds['workers']} workers"
+        else:
+            differing = [f"{name} {rounds[name]} -> {own[name]}" for name in own if own[name] != rounds.get(name)]
+            again = f"resume it as it was ({', '.join(differing)})"
+        of = "no" if rounds is None else rounds["workers"]
+        has = "none" if own is None else own["workers"]
+        raise UserError(
+            f"it is a checkpoint of {of} local workers, and this run has {has}; {again}, or begin anew with its weights"
+        )
+
     def note_norm(self, step: int, norm: float) -> None:
         """Keep a step's norm for those whose stages clip by it (`last_norm`)."""
         ahead = self.parallel.ahead
@@ -173,6 +209,29 @@ class TrainState:
                 f"it is a checkpoint of pipeline.correction={name}, and this run has {self._correction}, of another "
                 f"state; resume it with --pipeline.correction {name}, or begin anew with its weights"
             )
+
+    def _compression_to_fill(self, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """The tensors of compressed messages in a checkpoint; of one that had none, none: they begin with this run.
+
+        Raises UserError where this run does not go on with them.
+        """
+        record, compression = saved.get("compression"), self.parallel.compression
+        if record is None:
+            return {}
+        if compression is None or record["compress"] != compression.name:
+            own = None if compression is None else compression.name
+            raise UserError(
+                f"it is a checkpoint of comm.compress={record['compress']}, and this run has {own}, which would lose "
+                f"what has not been sent yet; resume it with --comm.compress {record['compress']}, or begin anew with "
+                "its weights"
+            )
+        for name, value in compression.options.items():
+            if record[name] != value:
+                raise UserError(
+                    f"it is a checkpoint of comm.{name}={record[name]}, and this run has {value}; resume it with "
+                    f"--comm.{name} {record[name]}, or begin anew with its weights"
+                )
+        return compression.to_fill(record)
 
     def _make_optimizer_state(self) -> None:
         """State as it is before the first step, of every master that has none.
@@ -213,7 +272,7 @@ class TrainState:
         both = torch.stack((mean / copies, torch.full_like(mean, float(stop_requested))))
         sums = both if squares is None else torch.cat((both, squares.to(both)))
         if self.parallel.mesh.size() > 1:
-            dist.all_reduce(sums)
+            dist.all_reduce(sums, group=group_of_ranks(self.parallel.mesh))
         load = _expert_load(self.parallel)
         parts = [norm.double().reshape(1), sums.double(), *(() if load is None else (load.flatten(),))]
         norm_read, self.loss, stops, *rest = torch.cat(parts).tolist()
@@ -299,7 +358,7 @@ def _expert_load(parallel: ParallelModel) -> Tensor | None:
     if load is None:
         return None
     if parallel.mesh.size() > 1:
-        dist.all_reduce(load)
+        dist.all_reduce(load, group=group_of_ranks(parallel.mesh))
     return load / _alike(parallel.mesh)
 
 

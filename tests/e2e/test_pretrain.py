@@ -247,6 +247,37 @@ def test_steps_that_overlap_are_killed_and_go_on_to_the_bit(
     assert losses(out) == losses(straight)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("parameter_server",),
+        pytest.param(("hogwild", "--optim.name", "sgd", "--optim.momentum", 0), marks=pytest.mark.soak),
+    ],
+    ids=lambda options: options[0],
+)
+def test_a_worker_dies_and_all_go_on_until_they_are_stopped(corpora: Path, tmp_path: Path, options: tuple) -> None:
+    """Workers that do not wait for one another: kill -9 of one ends all, and SIGTERM stops all after the same step."""
+    out = tmp_path / "run"
+    options = ("--nproc", 2, "--no-hf", "--checkpoint.every", 4, "--local.async", *options)
+    with Forked(*_long(corpora, out, *options)) as process:
+        _under_way(process, out)
+        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        os.kill(ranks[1], signal.SIGKILL)
+        assert ended(process, 60) not in (0, 2)
+    seen = metrics(out)[-1]["step"]
+    with Forked(*_long(corpora, out, *options, "--resume")) as process:
+        deadline = time.monotonic() + 240
+        while metrics(out)[-1]["step"] < seen + 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert ended(process, 120) == 0, process.communicate()[1]
+    figures, rows = summary(out), metrics(out)
+    assert figures["status"] == "stopped"
+    assert [row["step"] for row in rows] == list(range(1, figures["step"] + 1))
+    assert max(complete_steps(out / "checkpoints")) == figures["step"] >= seen + 2
+    assert figures["most_staleness"] <= 3
+
+
 def test_fp16_counts_skipped_steps(pretrain, tmp_path: Path) -> None:
     out = pretrain(tmp_path / "run", "--steps", 3, "--precision", "fp16", "--loss-scale.initial", 1e8)
     assert summary(out)["skipped_steps"] > 0

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from core.compose import ParallelConfig
 from core.config import UserError
 from core.mesh import MeshConfig, data_axis
+from core.parallel import squares
 from core.precision import LossScaleConfig
 from core.train import num_rows, train_step
 from core.train.noise import NoiseScale, estimate
@@ -117,6 +119,33 @@ def test_every_form_has_the_squares_of_one_rank(ranks, form: str) -> None:
         for got, want in zip(found, expected, strict=True):
             for key, value in want.items():
                 assert abs(got[key] - value) <= 1e-9 * abs(value), (key, got, want)
+
+
+def squares_taken(microbatch: int, small_bytes: int, collected_bytes: int) -> tuple[list[float], int]:
+    """The squares of the microbatches' gradients in two steps, and how many norms that took."""
+    config = small.config_of(Path("/nowhere"), microbatch=microbatch)
+    state = small.build(config)
+    small_limit = patch.object(squares, "SMALL_BYTES", small_bytes)
+    limit = patch.object(squares, "COLLECTED_BYTES", collected_bytes)
+    norm = patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm)
+    with small_limit, limit, norm as norms:
+        state.noise = NoiseScale(state.parallel, 10)
+        found = [
+            train_step(state, small.Rows().batch(step, 0, 1), small.loss, num_rows, config, step) for step in range(2)
+        ]
+    return [row[key] for row in found for key in ("noise_trace", "noise_square")], norms.call_count
+
+
+def test_small_gradients_have_one_norm_together(ranks) -> None:
+    """One a microbatch for all whose rows are as long; the squares are those of a norm of each."""
+    shapes = [parameter.shape for parameter in small.Small().parameters()]
+    (together, fewest), (each, most), (full, some) = (
+        ranks(1).run(squares_taken, 3, *limits)[0] for limits in ((2**16, 2**22), (0, 0), (2**16, 64))
+    )
+    assert (fewest, most) == (2 * 3 * len({shape[1:] for shape in shapes}), 2 * 3 * len(shapes))
+    assert fewest < some < most  # what is collected has room for two or three
+    assert together == pytest.approx(each, rel=1e-12)
+    assert full == pytest.approx(each, rel=1e-12)
 
 
 def test_the_estimates_are_those_of_two_batch_sizes() -> None:

@@ -54,15 +54,22 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     assert not survivors
 
 
+STAGES = ("--mesh.pp", 2, "--pipeline.microbatches", 2, "--pipeline.schedule")
+SERVED = ("--local.async", "parameter_server", "--local.staleness", 0)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "pipedream_sync"])
-def test_steps_that_overlap_go_on_to_the_bit(tmp_path: Path, schedule: str) -> None:
-    """Killed again and again, at moments drawn at random, a pipeline learns what one does that is left alone."""
-    out, straight, draw = tmp_path / "run", tmp_path / "straight", random.Random(schedule)
+@pytest.mark.parametrize(
+    "form",
+    [(*STAGES, "2bw"), (*STAGES, "pipedream"), (*STAGES, "pipedream_sync"), SERVED],
+    ids=["2bw", "pipedream", "pipedream_sync", "parameter_server"],
+)
+def test_what_overlaps_goes_on_to_the_bit(tmp_path: Path, form: tuple, request: pytest.FixtureRequest) -> None:
+    """Killed again and again, at moments drawn at random, it learns what one does that is left alone."""
+    out, straight, draw = tmp_path / "run", tmp_path / "straight", random.Random(request.node.callspec.id)
     options = ("pretrain", "--recipe", "debug", "--model.num-layers", 4, "--data.global-batch", 4, "--no-hf")
-    options = (*options, "--steps", 100_000, "--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", schedule)
-    options = (*options, "--pipeline.microbatches", 2, "--data.cache", tmp_path / "corpora")
+    options = (*options, "--steps", 100_000, "--nproc", 2, *form, "--data.cache", tmp_path / "corpora")
     for number in range(NUM_OVERLAPPING):
         many = ("--checkpoint.every", 2, "--out", out, *("--resume",) * (number > 0))
         kill_behind([*options, *many], out, draw)

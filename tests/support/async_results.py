@@ -1,8 +1,8 @@
-"""What benchmarks/results/async_pipeline.json says, where others say it: docs/async_pipelines.md and `llm plan`.
+"""What the results async_pipeline and async_gap say, where others say it: docs/async_pipelines.md and `llm plan`.
 
     python -m tests.support.async_results    prints which of them are no longer right, and writes them anew
 
-tests/unit/test_llm_schedules.py holds both to the result.
+tests/unit/test_llm_schedules.py holds both to the results.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.result import RESULTS, ROOT, Row, read
 
-RESULT = RESULTS / "async_pipeline.json"
+RESULT, STUDY = RESULTS / "async_pipeline.json", RESULTS / "async_gap.json"
 PAGE = ROOT / "docs" / "async_pipelines.md"
 CODE = ROOT / "apps" / "llm" / "schedules.py"
 MARKS: dict[Path, tuple[str, str]] = {
@@ -31,7 +31,19 @@ def made() -> dict[Path, str]:
         return dict.fromkeys(MARKS, "")
     rows = read(RESULT).figures
     gaps = [row for row in rows if row.case["from"] == "gaps"]
-    return {PAGE: f"\n{_gaps(gaps)}\n\n{_times(list(rows))}\n\n", CODE: _penalties(gaps)}
+    page = f"\n{_gaps(gaps)}\n\n{_times(list(rows))}\n\n"
+    if STUDY.exists():
+        page += _judged([row for row in read(STUDY).figures if row.case["from"] == "gaps"]) + "\n\n"
+    return {PAGE: page, CODE: _penalties(gaps)}
+
+
+def _judged(rows: list[Row]) -> str:
+    """A line for each form that was judged."""
+    lines = ["| 2bw, by the study: held-out nats of a byte beyond no delay | rate | gap |", "|---|---|---|"]
+    for row in rows:
+        what = f"{row.case['optimizer']}, {row.case['correction']}".removesuffix(", none")
+        lines.append(f"| {what}{' (chosen)' * int(row.case['chosen'])} | {row.case['rate']} | {_gap(row)} |")
+    return "\n".join(lines)
 
 
 def _gaps(rows: list[Row]) -> str:
@@ -40,7 +52,7 @@ def _gaps(rows: list[Row]) -> str:
     of = {
         (row.case["optimizer"], row.case["correction"], row.case["schedule"], row.case["stages"]): row for row in rows
     }
-    names = [name if name == "2bw" else f"{name}, {stages} stages" for name, stages in kinds]
+    names = [str(name) if name == "2bw" else f"{name}, {stages} stages" for name, stages in kinds]
     lines = [f"| held-out nats of a byte beyond no delay | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for optimizer, correction in dict.fromkeys((row.case["optimizer"], row.case["correction"]) for row in rows):
         cells = [_gap(of.get((optimizer, correction, *kind))) for kind in kinds]

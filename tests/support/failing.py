@@ -4,8 +4,10 @@
 
 raise  rank 1 raises    kill  rank 1 is killed    far  rank 1 raises, and rank 0 waits for it in a collective
 early  before there is a process group rank 1 meets a full disk, and rank 0 takes longer    both  rank 0 meets it, too
+worker rank 1's worker cannot go on, and rank 0 waits for its pushes    owner  rank 1 cannot update what it owns
 
-The folder then has `failed_at`, when rank 1 failed, and `alive_at`, when rank 0 was last there.
+The folder then has `failed_at`, when rank 1 failed, and `alive_at`, when rank 0 was last there; of worker and owner
+neither.
 """
 
 import errno
@@ -39,6 +41,35 @@ def main(mode: str, folder: str) -> None:
             time.sleep(600)
 
 
+def serve(mode: str, folder: str) -> None:
+    """Workers of a parameter server, in the third step of rank 1's or at the third push to it."""
+    import torch
+
+    from core.config import UserError
+    from core.parallel.asynchronous import LocalConfig
+    from core.train import fit
+    from tests.support.small import Rows, build, config_of, loss
+
+    calls = []
+
+    def fails(kind: type[Exception]) -> None:
+        calls.append(None)
+        if runtime.rank == 1 and len(calls) == 3:
+            raise kind("a mistake of rank 1")
+
+    def failing_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if mode == "worker":
+            fails(UserError)
+        return loss(model, batch)
+
+    given = config_of(Path(folder, "run"), steps=1000, local=LocalConfig("parameter_server", 2))
+    with start("cpu") as runtime:
+        state = build(given)
+        if mode == "owner":
+            state.optimizer.register_step_pre_hook(lambda *_: fails(ArithmeticError))
+        fit(state.parallel, state.optimizer, Rows(), failing_loss, given, runtime)
+
+
 def prepare(argv: list[str]) -> None:
     """What ranks do before they have a process group."""
     mode, folder = argv
@@ -64,6 +95,8 @@ if __name__ == "__main__":
     if launched():
         if sys.argv[1] in ("early", "both"):
             sys.exit(run_command(prepare, sys.argv[1:], tells))
+        if sys.argv[1] in ("worker", "owner"):
+            sys.exit(run_command(lambda argv: serve(*argv), sys.argv[1:], tells))
         main(*sys.argv[1:])
     else:
         sys.exit(launch(2, "tests.support.failing", sys.argv[1:3]))

@@ -26,7 +26,9 @@ from core.models.decoder import decoder_without_memory
 from core.models.plan import decoder_table
 
 TRAINING: dict[str, Any] = {
+    "comm.compress": "powersgd",
     "local.asynchronous": "parameter_server",
+    "local.every": 4,
     "gemini.policy": "cpu",
     "gemini.figure": Path("step.png"),
     "mesh.cp_ulysses": 2,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import evoformer, sequence_parallel, serving, stale, tensor_parallel, train
+from benchmarks import evoformer, noise_scale, sequence_parallel, serving, stale, tensor_parallel, train
 from benchmarks import run as runner
 from benchmarks.contenders import CONTENDERS, OPTIM, Turn, batch_of, peers_adamw
 from benchmarks.limits import SAME_ARITHMETIC, SAME_BYTES
@@ -63,6 +64,19 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
     assert content["versions"]["deepspeed"] == "0.1"
     assert {"python", "torch", "numpy"} <= set(content["versions"])
     assert content["hardware"]["cores"] >= 1
+
+
+def test_what_pairs_of_steps_differ_by_is_found_among_bursts() -> None:
+    """1 % of a step, where a tenth of all steps take half as long again and all wander by 2 %."""
+    drawn = random.Random(0)
+
+    def steps(cost: float) -> list[float]:
+        return [1 + cost + 0.02 * drawn.random() + 0.5 * (drawn.random() < 0.1) for _ in range(300)]
+
+    for cost in (0.01, 0.0, 0.03):
+        share, low, high = noise_scale.share_of(steps(0.0), steps(cost))
+        assert low < cost / 1.01 < high < low + 0.01
+        assert low < share < high
 
 
 def test_what_is_not_a_result_is_not_written(tmp_path: Path) -> None:

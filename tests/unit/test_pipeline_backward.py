@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from core.kernels import matmul
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.recompute import RecomputeConfig, RecomputeMode, apply_recompute
 from core.trace.account import MemoryAccount
@@ -180,3 +181,45 @@ def test_blocks_are_computed_again_once(mode: RecomputeMode) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
     assert held[mode][0] < held["none"][0] / 10
     assert held[mode][1] < held["none"][1] / 3
+
+
+class Products(nn.Module):
+    """Products by oneDNN, one weight in two of them; of others between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.shared, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.by(self.own, x).tanh()
+        x = self.norm(x + self.by(self.shared, x))
+        return x + self.by(self.shared, x).tanh()
+
+    @staticmethod
+    def by(layer: nn.Linear, x: Tensor) -> Tensor:
+        return matmul.linear(x, layer.weight, layer.bias)
+
+
+def test_products_of_our_own_are_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    product = matmul.product
+    monkeypatch.setattr(matmul, "uses_onednn", lambda *_: True)
+    monkeypatch.setattr(matmul, "_onednn", lambda x, weight, bias=None: torch.nn.functional.linear(x, weight, bias))
+    monkeypatch.setattr(matmul, "product", lambda a, b: made.append((*a.shape, b.shape[1])) or product(a, b))
+    torch.manual_seed(0)
+    model, x = Products(), torch.randn(8, 64, requires_grad=True)
+    expected = whole(model, x, None)
+
+    made.clear()
+    entrance = x.detach().requires_grad_()
+    split = SplitBackward(model(entrance).sum(), None, entrance)
+    torch.testing.assert_close(split.input(), expected["input"])
+    assert made == [(8, 64, 64)] * 3, "of the first part are the inputs' gradients alone"
+    assert not split.computed
+    made.clear()
+    split.weights()
+    assert made.count((64, 8, 64)) == 3
+    # Between the two uses of a weight what flows down is computed once more, for the one that is not needed.
+    assert made.count((8, 64, 64)) <= 2
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])

@@ -7,8 +7,9 @@ weights hang on the path's sides. `SplitBackward`
 2. later starts at those nodes again, towards their weights only (`weights`), which accumulate as in any backward: hooks
    of the parameters run, and the activations are let go.
 
-A node that is a Python function computes all its gradients at once, and may not run twice; what it gives its weights
-in the first part can be accumulated right after it (`accumulate_computed`). Weights that hang on several nodes (used
+A node that is a Python function computes all its gradients at once, and may not run twice, unless it is made for parts
+(`core.kernels.parts`); what it gives its weights in the first part can be accumulated right after it
+(`accumulate_computed`). Weights that hang on several nodes (used
 twice) are done together, each node with the gradients it saw: what flows down the path a second time, from one of them
 to another, is replaced.
 
@@ -25,6 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from core.kernels.parts import backward_after, runs_in_parts
 from core.parallel.pipeline.recompute import keeping
 
 Grads = tuple[Tensor | None, ...]
@@ -59,7 +61,7 @@ class SplitBackward:
         handles = [side.watch() for side in sides]
         try:
             self._run_again = set().union(*map(_run_again, self._groups))
-            with keeping(self._run_again):
+            with keeping(self._run_again), backward_after(inputs=True, weights=False):
                 (found,) = torch.autograd.grad(
                     self._output, self._entrance, self._gradient, retain_graph=True, allow_unused=True
                 )
@@ -105,7 +107,7 @@ class _Side:
             if below is not None and below not in path
         ]
         self.leaves = _leaves([below for _, below, _ in self._beside])
-        self.runs_once = isinstance(node, BackwardCFunction)
+        self.runs_once = isinstance(node, BackwardCFunction) and not runs_in_parts(node)
         self._seen: Grads | None = None
 
     def watch(self) -> RemovableHandle:
@@ -143,12 +145,13 @@ def _accumulate(sides: list[_Side], retain_graph: bool) -> None:
     handles = [handle for side in sides if (handle := side.hold())] if len(sides) > 1 else []
     leaves = set().union(*(side.leaves for side in sides))
     try:
-        torch.autograd.backward(
-            tuple(edge for edge, _ in edges),
-            tuple(gradient for _, gradient in edges),
-            inputs=[leaf.variable for leaf in leaves],  # pyright: ignore[reportAttributeAccessIssue]
-            retain_graph=retain_graph,
-        )
+        with backward_after(inputs=len(sides) > 1, weights=True):
+            torch.autograd.backward(
+                tuple(edge for edge, _ in edges),
+                tuple(gradient for _, gradient in edges),
+                inputs=[leaf.variable for leaf in leaves],  # pyright: ignore[reportAttributeAccessIssue]
+                retain_graph=retain_graph,
+            )
     finally:
         for handle in handles:
             handle.remove()

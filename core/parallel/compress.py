@@ -1,0 +1,181 @@
+"""Compressed messages between data-parallel ranks: their options, what they are of, and their bytes by closed forms.
+
+Each compression is a `Feedback` (`core.parallel.feedback`) in a file of its own; a `CompressionSpec` says which
+parameters it takes and what it sends of them. `core.parallel.data` lets one take the place of its reductions.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from core.comm.volume import wire_share
+from core.config import UserError
+from core.layout import Layout
+from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, gradient_axes, pipeline_ranks
+from core.parallel.feedback import Feedback
+from core.parallel.powersgd import Matrices, PowerSGD, stack_dims
+from core.parallel.sparse import PLACE_BYTES, RandomK, TopK, make, num_kept
+from core.placement.messages import Sent
+from core.placement.table import Table
+
+CompressionName = Literal["powersgd", "top_k", "random_k"]
+
+Message = tuple[str, str, int]
+"""(operation, axis, bytes of the full message) of a step; the axis "" for the data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """The options of messages between data-parallel ranks."""
+
+    compress: CompressionName | None = None
+    """compress gradients of matrices, with error feedback: powersgd sends each as a product of two thin ones, top_k its
+    largest elements, random_k as many drawn at random; by default they are sent whole"""
+    rank: int = 4
+    """columns of powersgd's thin ones: a matrix of M x N is sent in rank (M + N) elements"""
+    density: float = 0.01
+    """share of the elements that top_k and random_k send"""
+    start: int = 0
+    """steps whose gradients are sent whole before the first that is compressed"""
+    report_every: int = 0
+    """steps between figures of what compression loses, each of which sends gradients whole, twice; 0: none"""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"comm.rank={self.rank}; give a number of columns, at least 1")
+        if not 0 < self.density <= 1:
+            raise UserError(f"comm.density={self.density}; give a share above 0 and at most 1")
+        for name in ("start", "report_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"comm.{name}={getattr(self, name)}; give a number of steps, or 0")
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.compress is None:
+            why = "without comm.compress: gradients are sent whole; give --comm.compress powersgd"
+            return dict.fromkeys(("rank", "density", "start", "report_every"), why)
+        if self.compress == "powersgd":
+            return {"density": "with comm.compress=powersgd, whose size --comm.rank says; leave it out"}
+        return {"rank": f"with comm.compress={self.compress}, whose size --comm.density says; leave it out"}
+
+    def check_mesh(self, pp: int, ep: int) -> None:
+        """Raises UserError for ranks whose gradients are not those that a compression knows."""
+        for axis, ranks, why in (
+            ("pp", pp, "stages that share a parameter add up its gradient behind the reduction"),
+            ("ep", ep, "experts' gradients are summed over other ranks than those of the rest"),
+        ):
+            if self.compress is not None and ranks > 1:
+                raise UserError(
+                    f"comm.compress={self.compress} with mesh.{axis}={ranks}: {why}; use --mesh.{axis} 1, or no "
+                    "--comm.compress"
+                )
+
+
+UNCOMPRESSED = CommConfig()
+
+
+@dataclass(frozen=True)
+class CompressionSpec:
+    """takes     (full shape, config): whether a parameter of that shape is compressed
+    messages  (layout, config, data-parallel ranks, bytes of an element) -> what a rank sends of it
+    make      (names, mesh, table, dtype, device, config) -> the compression of these parameters
+    """
+
+    takes: Callable[[tuple[int, ...], CommConfig], bool]
+    messages: Callable[[Layout, CommConfig, int, int], Iterator[Message]]
+    make: Callable[[list[str], DeviceMesh, Table, torch.dtype, torch.device, CommConfig], Feedback]
+
+
+def _powersgd_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) -> Iterator[Message]:
+    dims = stack_dims(layout.shape, comm.rank)
+    assert dims is not None
+    return (("all_reduce", axis, wide * n) for axis, n in Matrices(layout, dims, comm.rank).messages())
+
+
+def _kept(layout: Layout, comm: CommConfig) -> int:
+    return num_kept(math.prod(layout.local_shape()), comm.density)
+
+
+def _top_k_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) -> Iterator[Message]:
+    yield "all_gather", "", ranks * _kept(layout, comm) * (wide + PLACE_BYTES)
+
+
+def _random_k_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) -> Iterator[Message]:
+    yield "all_reduce", "", wide * _kept(layout, comm)
+
+
+def _is_matrix(shape: tuple[int, ...], comm: CommConfig) -> bool:
+    return len(shape) > 1 and math.prod(shape) > 1
+
+
+COMPRESSIONS: dict[CompressionName, CompressionSpec] = {
+    "powersgd": CompressionSpec(
+        takes=lambda shape, comm: stack_dims(shape, comm.rank) is not None,
+        messages=_powersgd_messages,
+        make=lambda names, mesh, table, dtype, device, comm: PowerSGD(
+            names, mesh, table, dtype, device, comm.rank, comm.start, comm.report_every
+        ),
+    ),
+    "top_k": CompressionSpec(_is_matrix, _top_k_messages, make(TopK)),
+    "random_k": CompressionSpec(_is_matrix, _random_k_messages, make(RandomK)),
+}
+
+
+def takes(shape: tuple[int, ...], comm: CommConfig) -> bool:
+    """Whether the gradient of a parameter of that shape, whole, is compressed."""
+    return comm.compress is not None and COMPRESSIONS[comm.compress].takes(shape, comm)
+
+
+def compressed_names(table: Table, comm: CommConfig) -> list[str]:
+    """First names of the parameters whose gradients are compressed, in the table's order."""
+    firsts = ((name, row) for name, row in table.items() if name == row.names[0] and row.trained)
+    return [name for name, row in firsts if takes(row.layout.shape, comm)]
+
+
+def compressed_bytes(table: Table, comm: CommConfig, mesh: AnyMesh, wide: int = 4) -> Sent:
+    """Bytes of the messages of a step in which all of these take part; `wide` of an element."""
+    sent: Sent = Sent()
+    if comm.compress is None:
+        return sent
+    data, spec = "+".join(gradient_axes(mesh)), COMPRESSIONS[comm.compress]
+    ranks = math.prod(axis_size(mesh, axis) for axis in gradient_axes(mesh))
+    for name in compressed_names(table, comm):
+        for operation, axis, num_bytes in spec.messages(table[name].layout, comm, ranks, wide):
+            sent[operation, axis or data] += num_bytes
+    return +sent
+
+
+def wire_bytes(layout: Layout, comm: CommConfig, ranks: int, wide: int = 4) -> float:
+    """Of a compressed parameter, what a rank sends to the data-parallel ranks over its link, by rings."""
+    assert comm.compress is not None
+    messages = COMPRESSIONS[comm.compress].messages(layout, comm, ranks, wide)
+    return sum(num_bytes * wire_share(operation, ranks) for operation, axis, num_bytes in messages if not axis)
+
+
+def compression_of(
+    comm: CommConfig, mesh: DeviceMesh, table: Table, dtype: torch.dtype, device: torch.device
+) -> Feedback | None:
+    """Make what the options say; None without.
+
+    Raises UserError for a mesh that it does not know, and for a model of which it makes nothing smaller.
+    """
+    if comm.compress is None:
+        return None
+    ep = axis_size(mesh, EXPERT_AXIS) if EXPERT_AXIS in (mesh.mesh_dim_names or ()) else 1
+    comm.check_mesh(pipeline_ranks(mesh), ep)
+    names = compressed_names(table, comm)
+    if not names:
+        raise UserError(
+            f"comm.compress={comm.compress}: no parameter of this model is a matrix that it makes smaller"
+            + (
+                f" with comm.rank={comm.rank}; give a lower --comm.rank, or"
+                if comm.compress == "powersgd"
+                else "; give"
+            )
+            + " no --comm.compress"
+        )
+    return COMPRESSIONS[comm.compress].make(names, mesh, table, dtype, device, comm)
