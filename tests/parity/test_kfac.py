@@ -313,7 +313,6 @@ CONTEXT = {
         3,
         TrainingCase(replace(GPT2, num_heads=6), MeshConfig(cp=3, cp_mode="ulysses"), parallel(3), options=EMPIRICAL),
     ),
-    "tp": (4, TrainingCase(GPT2, MeshConfig(cp=2, tp=2), parallel(1), options=EMPIRICAL)),
     "long ekfac": (2, TrainingCase(GPT2, MeshConfig(cp=2), parallel(), batch=24, options=(*EKFAC, *EMPIRICAL))),
     "grid": (4, TrainingCase(ROTARY, replace(DEEP, cp=2), parallel(), options=EMPIRICAL)),
 }
@@ -325,6 +324,19 @@ def test_kfac_of_parts_of_rows_is_that_of_one_rank(ranks, name: str) -> None:
     num_ranks, case = CONTEXT[name]
     difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=3))
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+def parts_of_parts() -> str:
+    try:
+        build_decoder(TrainingCase(GPT2, MeshConfig(cp=2, tp=2), parallel(), optim="kfac", options=EMPIRICAL))
+    except UserError as refused:
+        return str(refused)
+    return ""
+
+
+def test_parts_of_rows_that_are_cut_once_more_are_refused(ranks) -> None:
+    for text in ranks(4).run(parts_of_parts):
+        assert text.startswith("kfac: mesh.cp with mesh.tp")
 
 
 STAGES = {
