@@ -151,8 +151,17 @@ class KFAC(ShardedOptimizer):
         if options["sharing"] == "reduce" and any(c is not None and c.parts_rows for of in cuts for c in of):
             raise UserError("kfac: sharing=reduce with tensor parallelism: ranks hold parts of a row; use expand")
         meshes = [mesh_of(row, known[name]) for name, row in rows.items() if row is not None]
-        copies = max((math.prod(axis_size(m, a) for a in tensor_ranks(m)) for m in meshes if m is not None), default=1)
-        self._observer = Observer(found, cuts, options["sharing"], copies)
+        alike = max((math.prod(axis_size(m, a) for a in tensor_ranks(m)) for m in meshes if m is not None), default=1)
+        parts = max(
+            (axis_size(m, "cp") for m in meshes if m is not None and "cp" in (m.mesh_dim_names or ())), default=1
+        )
+        if options["sharing"] == "reduce" and parts > 1:
+            raise UserError("kfac: sharing=reduce with mesh.cp: ranks hold parts of a row; use expand")
+        if parts > 1 and any(c is not None and c.parts_rows for of in cuts for c in of):
+            raise UserError(
+                "kfac: mesh.cp with mesh.tp cuts the parts of rows once more; use a --mesh.tp-mode of grids"
+            )
+        self._observer = Observer(found, cuts, options["sharing"], alike * parts, model)
         self._dealt = dealt_out(self._layers, rows)
         self._apart, self._shapes, self._pool = apart(self._layers, self._dealt), {}, None
         factored = {name for layer in self._layers for name in (layer.weight, layer.bias) if name is not None}

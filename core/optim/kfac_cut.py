@@ -79,9 +79,11 @@ class View(Protocol):
     """A use of a layer in one forward, as this rank sees it.
 
     inputs  None: they come with the first gradient
+    part    of the places of each row that the layer is given those that inputs and gradients have; None: all
     """
 
     inputs: Whole | None
+    part: slice | None
 
     def arrived(self, gradient: Tensor) -> "tuple[Whole | None, Whole | Squares]":
         """(inputs, where they come now; the gradient) of the gradient of the module's output."""
@@ -352,6 +354,7 @@ class _HeadOnOneAxis:
 
     def __init__(self, cut: Cut, use: Use, shown: Shown, rows: int):
         self.cut, self.shown = cut, shown
+        self.part: slice | None = None
         self.is_cut = cut.cuts(use, "gradient")
         self.inputs: Whole | None = self._whole(shown.x, rows)
         self.rows = rows
@@ -460,6 +463,7 @@ class GridCut:
 class _OnGrid:
     def __init__(self, cut: GridCut, use: Use, x: Tensor, rows: int):
         self.cut, self.use, self.rows = cut, use, rows
+        self.part: slice | None = None
         self.input_dim, self.output_dim = (0, 1) if use.inputs_first else (1, 0)
         looks_up = use.kind == "embedding"
         columns = {cut.columns(dim) for dim in (0, 1)} if not looks_up else {cut.columns(self.output_dim)}

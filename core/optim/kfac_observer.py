@@ -2,21 +2,22 @@
 
 Forward hooks take a layer's input, and leave a hook on its output that takes the gradient when it comes. Nothing is
 kept but the sums, in the wide format. What ranks of tensor parallelism cut of a layer's features is put together, one
-message a layer (core/optim/kfac_cut.py).
+message a layer (core/optim/kfac_cut.py). Ranks of context parallelism see the tokens of their parts of each row,
+without what fills up.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.config import UserError
-from core.optim.kfac_cut import Cut, GridCut, Shown, Squares, Whole
+from core.optim.kfac_cut import Cut, GridCut, Shown, Squares, View, Whole
 from core.optim.kfac_layers import (
     Layer,
     Sharing,
@@ -55,15 +56,18 @@ class Observer:
     """The sums of a model's layers since the last `clear`; fp32 or wider.
 
     cuts    of each use of each layer; None of an expert that this rank does not have
-    copies  ranks that see the same items
+    copies  ranks that count the same items
+    model   whose modules say in `sequence_cut` which places of a row this rank has while they run; None: it has all
     bases   layer -> (Q_R, Q_C), of the layers whose squares in a basis are summed, too
     rows    the most that a layer was given in the last recording
     """
 
     def __init__(
-        self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut | GridCut | None]], sharing: Sharing, copies: int = 1
-    ):
+        self, layers: Sequence[Layer], cuts: Sequence[Sequence[Cut | GridCut | None]], sharing: Sharing,
+        copies: int = 1, model: nn.Module | None = None,
+    ):  # fmt: skip
         self.layers = layers
+        self._cut = [] if model is None else [module for module in model.modules() if hasattr(module, "sequence_cut")]
         self.sharing: Sharing = sharing
         self._copies = copies
         self.rows = 0
@@ -161,13 +165,16 @@ class Observer:
             )
         if (isinstance(cut, GridCut) or cut.rows_of is not None) and now.rows is None:
             raise UserError("kfac: on a grid of tensor parallelism give observe, or recording, the rows of the batch")
-        view = cut.view(use, x, y, rows, now.length) if shown is None else cut.head_view(use, shown, rows)
+        length, real = self._places(now.length, y.device)
+        view = cut.view(use, x, y, rows, length) if shown is None else cut.head_view(use, shown, rows)
         summed = _Summed(self, key, layer, use, y)
         if view.inputs is not None:
-            summed.take_inputs(view.inputs)
+            summed.take_inputs(_real(view.inputs, view, real))
         now.outputs.append(y)
         observer, factor = weakref.ref(self), now.factor
-        kept = x if use.kind == "embedding" else x.detach()[:0]
+        kept = x.detach()[:0]
+        if use.kind == "embedding":
+            kept = x if real is None else x[:, real]
 
         def arrived(gradient: Tensor) -> None:
             own = observer()
@@ -176,13 +183,22 @@ class Observer:
             with torch.no_grad():
                 inputs, came = view.arrived(gradient)
                 if inputs is not None:
-                    summed.take_inputs(inputs)
+                    summed.take_inputs(_real(inputs, view, real))
                 if isinstance(came, Squares):
                     summed.seen.gradients.add_(came.value, alpha=factor**2)
                 else:
-                    summed.take_gradient(came, kept, factor)
+                    summed.take_gradient(_real(came, view, real), kept, factor)
 
         y.register_hook(arrived)
+
+    def _places(self, length: int | None, device: torch.device) -> tuple[int | None, Tensor | None]:
+        """The length of this rank's part of a row, and which of its places are tokens; None: all are."""
+        found = next((cut for module in self._cut if (cut := module.sequence_cut) is not None), None)
+        if found is None:
+            return length, None
+        cut, rank = found
+        real = cut.places(rank, device) < cut.length
+        return cut.local_length, None if bool(real.all()) else real
 
     @torch.no_grad()
     def take_stack(self, indices: Sequence[int], use: Use, cut: Cut, x_AI: Tensor, rows_E: Tensor, y: Tensor) -> None:
@@ -289,6 +305,13 @@ def _require_graph(use: Use, y: Tensor) -> None:
             f"kfac: {use.name or 'the model'} is computed without a graph, and no gradient comes to it; use "
             "--recompute.mode none or full, or leave it out: --optim.exclude"
         )
+
+
+def _real(whole: Whole, view: View, real: Tensor | None) -> Whole:
+    """Without places that are none of a row's.  real: of those that the layer is given; None: all are"""
+    if real is None:
+        return whole
+    return replace(whole, value=whole.value[:, real if view.part is None else real[view.part]])
 
 
 def _rows(whole: Whole, part: slice) -> Whole:

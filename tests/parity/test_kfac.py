@@ -14,7 +14,9 @@ import torch
 
 from core.comm.volume import count_volume
 from core.config import UserError
+from core.gemini.chunk import Chunk
 from core.gemini.config import GeminiConfig
+from core.gemini.transport import Transport
 from core.mesh import MeshConfig, data_axis
 from core.optim import KFAC as KFACOptimizer
 from core.optim import OptimConfig
@@ -181,6 +183,31 @@ def test_ten_steps_of_kfac_in_a_budget(ranks, name: str) -> None:
     check_in_a_budget(ranks, num_ranks, replace(case, steps=10))
 
 
+def reductions_of_steps(case: TrainingCase) -> list[int]:
+    """Chunks that are reduced in each of two steps, of which the first has a look."""
+    state, config = build_decoder(case)
+    rows, found, reduce = case.batch // data_axis(state.parallel.mesh).size(), [], Transport.reduce
+    mine = {k: v[:rows] for k, v in decoder_batch(case, 0).items()}
+    for step in range(2):
+        reduced: list[int] = []
+
+        def counted(transport: Transport, chunk: Chunk, reduced: list[int] = reduced) -> None:
+            reduced.append(chunk.index)
+            reduce(transport, chunk)
+
+        with patch.object(Transport, "reduce", counted):
+            train_step(state, mine, decoder_loss, decoder_weight, config, step)
+        found.append(len(reduced))
+    return found
+
+
+def test_a_look_reduces_no_chunk(ranks) -> None:
+    options = (("factor_every", 2),)
+    case = TrainingCase(GPT2, parallel=parallel(3), budget="20MB", microbatch=3, optim="kfac", options=options)
+    for with_look, without in ranks(2).run(reductions_of_steps, case):
+        assert with_look == without > 0
+
+
 PLANNED = ((1, "static", 0.4, 2), (2, "auto", 0.3, 3))
 MORE_PLANNED = (
     *((num_ranks, policy, share, 10) for num_ranks in (1, 2) for policy in ("static", "auto") for share in (0.1, 1.0)),
@@ -278,6 +305,38 @@ def test_factors_of_an_expert_lie_with_one_of_the_ranks_that_have_it(ranks) -> N
         assert all(computes or not held for computes, _, held in of_expert)
         assert all(home == held for _, home, held in of_expert)
     assert all(any(home for _, home, _ in of_rank) for of_rank in found)
+
+
+CONTEXT = {
+    "ring": (2, TrainingCase(LLAMA, MeshConfig(cp=2), parallel(), options=EMPIRICAL)),
+    "ulysses zero 3": (
+        3,
+        TrainingCase(replace(GPT2, num_heads=6), MeshConfig(cp=3, cp_mode="ulysses"), parallel(3), options=EMPIRICAL),
+    ),
+    "long ekfac": (2, TrainingCase(GPT2, MeshConfig(cp=2), parallel(), batch=24, options=(*EKFAC, *EMPIRICAL))),
+    "grid": (4, TrainingCase(ROTARY, replace(DEEP, cp=2), parallel(), options=EMPIRICAL)),
+}
+
+
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.soak) for n in CONTEXT if n != "ring"), "ring"])
+def test_kfac_of_parts_of_rows_is_that_of_one_rank(ranks, name: str) -> None:
+    """Of rows that their parts fill up: what fills up is no case, and items count once."""
+    num_ranks, case = CONTEXT[name]
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=3))
+    assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
+
+
+def parts_of_parts() -> str:
+    try:
+        build_decoder(TrainingCase(GPT2, MeshConfig(cp=2, tp=2), parallel(), optim="kfac", options=EMPIRICAL))
+    except UserError as refused:
+        return str(refused)
+    return ""
+
+
+def test_parts_of_rows_that_are_cut_once_more_are_refused(ranks) -> None:
+    for text in ranks(4).run(parts_of_parts):
+        assert text.startswith("kfac: mesh.cp with mesh.tp")
 
 
 STAGES = {
@@ -515,6 +574,34 @@ def test_a_step_of_kfac_sends_four_messages(ranks, name: str) -> None:
     num_ranks, case = KFAC[name]
     for found in ranks(num_ranks).run(messages_of_a_step, case):
         assert found == {"all_reduce": 2, "all_to_all": 2}
+
+
+def messages_with_experts(case: TrainingCase) -> dict[str, int]:
+    """Collectives of an optimizer's step, by operation."""
+    state, config = build_decoder(case)
+    rows = case.batch // data_axis(state.parallel.mesh).size()
+    mine = {k: v[:rows] for k, v in decoder_batch(case, 0).items()}
+    found: Counter[str] = Counter()
+    step = state.optimizer.step
+
+    def counted(*args: Any, **options: Any) -> None:
+        with count_volume(state.parallel.mesh) as volume:
+            step(*args, **options)
+        for (operation, _), calls in volume.calls.items():
+            found[operation] += calls
+
+    with patch.object(state.optimizer, "step", counted):
+        train_step(state, mine, decoder_loss, decoder_weight, config, 0)
+    return dict(found)
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh", "sums"), [(2, MeshConfig(), 0), (2, EP, 0), (4, EP, 1)])
+def test_experts_that_ranks_have_apart_send_one_message_more(
+    ranks, num_ranks: int, mesh: MeshConfig, sums: int
+) -> None:
+    """Among those that have the same, where there are several."""
+    for found in ranks(num_ranks).run(messages_with_experts, TrainingCase(TOPK, mesh, parallel(), optim="kfac")):
+        assert found == {"all_reduce": 2 + sums, "all_to_all": 2}
 
 
 def messages_of_a_look(case: TrainingCase) -> tuple[int, int]:

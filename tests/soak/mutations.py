@@ -546,7 +546,7 @@ MUTATIONS = [
         "core/gemini/replicas.py",
         "finally:\n            self.hooks.give_up()\n\n    @contextmanager\n    def foreseen",
         "finally:\n            pass\n\n    @contextmanager\n    def foreseen",
-        f"{KFAC}::test_kfac_in_a_budget_is_that_without_one[one]",
+        f"{KFAC}::test_a_look_reduces_no_chunk",
     ),
     mutation(
         "a second backward leaves the sums of tensor parallelism out",

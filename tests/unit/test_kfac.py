@@ -19,7 +19,7 @@ from core.optim import KFAC, OptimConfig, build_optimizer
 from core.optim.kfac_layers import packed, unpacked
 from core.optim.kfac_solve import NotInverted
 from core.optim.prediction import Drawing, Prediction, drawn_targets, exact_fisher, mean_loss
-from core.optim.size import state_bytes
+from core.optim.size import beside_bytes, state_bytes
 
 ROWS, LENGTH = 6, 5
 
@@ -482,6 +482,22 @@ def test_a_matrix_of_the_blocks_keeps_the_bytes_that_are_foretold(method: Any) -
     config = OptimConfig("kfac", method=method)
     assert held[0] + held[1] == state_bytes(config, (5, 6), 8, role="matrix") + bias.nbytes
     assert held[1] == bias.nbytes
+
+
+@pytest.mark.parametrize("method", ["inverse", "eigen", "ekfac"])
+def test_a_stack_of_experts_keeps_the_bytes_that_are_foretold(method: Any) -> None:
+    """Of each expert's factors; and what a look takes beside them, but for the widest factor."""
+    stack = GroupedLinear(3, 6, 5, bias=True)
+    optimizer = KFAC(nn.ModuleDict({"experts": stack}), method=method)
+    optimizer.init_state()
+    held = [
+        sum(t.nbytes for k, t in optimizer.state[p].items() if k != "step" and "updates" not in k)
+        for p in stack.parameters()
+    ]
+    config: Any = OptimConfig("kfac", method=method)
+    assert stack.bias is not None
+    assert sum(held) == state_bytes(config, (3, 5, 6), 8, role="experts") + stack.bias.nbytes
+    assert optimizer.beside_bytes == beside_bytes(config, (3, 5, 6), 8, "experts") + 8 * 7**2
 
 
 def test_triangles_are_matrices() -> None:
