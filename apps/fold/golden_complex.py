@@ -5,9 +5,11 @@ ways of counting that jax has had, with the rows drawn anew in each recycling it
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from apps.fold.features.sampling import (
     Complex,
@@ -18,6 +20,7 @@ from apps.fold.features.sampling import (
     profile_of,
     replacements,
 )
+from apps.fold.golden_rounding import own_directions
 from apps.fold.jax_numbers import JaxNumbers
 from apps.fold.model.config import MultimerConfig
 from apps.fold.model.features import Features
@@ -69,10 +72,16 @@ def _iterations(one: Complex, config: MultimerConfig, jax: JaxNumbers, seed: int
             key, used = jax.split(key)
         if anew or not found:
             drawn = _drawn(one, config, jax, jax.split(used)[1])
-            found.append(features_of_complex(one, drawn, config))
+            found.append(_as_rounded(features_of_complex(one, drawn, config), one))
         else:
             found.append(found[0])
     return found
+
+
+def _as_rounded(features: Features, one: Complex) -> Features:
+    assert features.templates is not None
+    own = torch.from_numpy(own_directions(one.template_positions))[None]
+    return replace(features, templates=replace(features.templates, own_directions_BTN3=own))
 
 
 def _drawn(one: Complex, config: MultimerConfig, jax: JaxNumbers, key: np.ndarray) -> Drawn:

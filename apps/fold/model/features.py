@@ -21,6 +21,7 @@ class TemplateFeatures:
     torsions_BTNA2        (sin, cos) of the 7 torsions; alternative_BTNA2 with symmetric chi turned by pi;
                           torsion_mask_BTNA 1 where known
     backbone_BTN33        N, CA and C, Angstrom; what only complexes' models read
+    own_directions_BTN3   unit vectors from CA to itself, which golden runs have (apps/fold/golden_rounding.py); None: 0
     """
 
     aatype_BTN: Tensor
@@ -32,6 +33,7 @@ class TemplateFeatures:
     alternative_BTNA2: Tensor
     torsion_mask_BTNA: Tensor
     backbone_BTN33: Tensor | None = None
+    own_directions_BTN3: Tensor | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> "TemplateFeatures":
         """Move and cast: `dtype`, coordinates in at least fp32."""

@@ -144,8 +144,10 @@ class TemplateChainsEmbedder(nn.Module):
         z_BNNC = self.query(self.query_norm(z_BNNZ)) + self.embed_bias.unflatten(0, (self.SUMMANDS, -1)).sum(0)
         z_BNNC = z_BNNC + self.distances(bins * beta_BNN[..., None])
         z_BNNC = z_BNNC + self.columns(types_BNA)[:, None] + self.rows(types_BNA)[:, :, None]
-        directions = _directions(templates.backbone_BTN33[:, t]).to(dtype) * backbone_BNN[..., None]
-        scalars = torch.cat([beta_BNN[..., None], directions, backbone_BNN[..., None]], -1)
+        directions = _directions(templates.backbone_BTN33[:, t]).to(dtype)
+        if templates.own_directions_BTN3 is not None:
+            directions = directions + torch.diag_embed(templates.own_directions_BTN3[:, t].mT).movedim(1, -1)
+        scalars = torch.cat([beta_BNN[..., None], directions * backbone_BNN[..., None], backbone_BNN[..., None]], -1)
         return z_BNNC + scalars @ self.scalar_weight.unflatten(0, (self.SCALARS, -1))
 
 
