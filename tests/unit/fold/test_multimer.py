@@ -9,17 +9,23 @@ import numpy as np
 import pytest
 import torch
 
+from apps.fold.features.complexes import assemble
+from apps.fold.features.sampling import draw_rows, features_of_complex
 from apps.fold.golden import COMPLEX_OUTPUTS, compare, examine
 from apps.fold.jax_numbers import JaxNumbers, threefry
 from apps.fold.model.config import MULTIMER_PRESETS, MultimerConfig, multimer_preset
 from apps.fold.model.folding import Recycled
 from apps.fold.model.multimer import Multimer
+from apps.fold.predict import job_of
+from apps.fold.subbatch import HEADS, apply_subbatches
+from apps.fold.subbatch.planner import planned
 from apps.fold.weights import alphafold
 from apps.fold.weights.folder import load_folder, save_folder
-from apps.fold.weights.source import is_multimer, read_weights
+from apps.fold.weights.source import build, is_multimer, read_weights
 from apps.fold.weights.table import name_table
 from core.config import UserError
 from tests.support.fold import GOLDEN, MULTIMER_GOLDEN
+from tests.support.original_complex import chains
 
 # Of each part that only models of complexes have, a key of params.npz.
 MATRICES = (
@@ -63,6 +69,26 @@ def test_a_hundredth_more_in_a_matrix_is_noticed(tmp_path: Path, matrix: str) ->
     (name,) = [name for name in parameters if name.endswith(matrix)]
     changed = {**parameters, name: parameters[name] * np.float32(1.01)}
     assert max(compare(_copied(tmp_path, changed)).values()) > 1e-5
+
+
+def test_in_the_smallest_slices_it_computes_the_same() -> None:
+    given = chains()
+    config, parameters = alphafold.load_npz(MULTIMER_GOLDEN / "params.npz")
+    assert isinstance(config, MultimerConfig)
+    config = replace(config, max_msa=6, max_extra_msa=9)
+    one = assemble([given["A"], given["B"], given["A"]], config.max_templates).complex
+    drawn = draw_rows(one, config, np.random.default_rng(0))
+    features = features_of_complex(one, drawn, config).to("cpu", torch.float64)
+    model = build(config, parameters, torch.float64, "cpu")
+    with torch.inference_mode():
+        whole = model.fold([features] * 2)
+        plan = planned(job_of(config, [features] * 2, torch.float64, "cpu"), 0)
+        assert any(how.rows == 1 for how in plan.choices.values())
+        apply_subbatches(model, {name: how for name, how in plan.choices.items() if name != HEADS})
+        sliced = model.fold([features] * 2)
+    assert whole.num_recycles == sliced.num_recycles == 1
+    for name in ("positions_BN373", "pair_BNNZ", "msa_BSND"):
+        assert (getattr(whole, name) - getattr(sliced, name)).abs().max() < 1e-9
 
 
 def _of_version_2(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -148,9 +174,9 @@ def test_recycling_ends_when_distances_have_settled() -> None:
 
 def test_jax_s_numbers() -> None:
     """Random123's known answer, and jax.random.split(PRNGKey(0)) as jax printed it before it was partitionable."""
-    zero = np.zeros((), np.uint32)
-    first, second = threefry(np.zeros(2, np.uint32), zero, zero)
-    assert (int(first), int(second)) == (0x6B200159, 0x99BA4EFE)
+    zero = np.zeros(1, np.uint32)
+    first, second = threefry(np.zeros((1, 2), np.uint32), zero, zero)
+    assert (int(first[0]), int(second[0])) == (0x6B200159, 0x99BA4EFE)
     jax = JaxNumbers(partitionable=False)
     assert jax.split(jax.key(0)).tolist() == [[4146024105, 967050713], [2718843009, 1272950319]]
     for one in (jax, JaxNumbers(partitionable=True)):
