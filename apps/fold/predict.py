@@ -308,10 +308,12 @@ def _is_of_complexes(model: Model) -> bool:
     return isinstance(model.config, MultimerConfig)
 
 
-def _as_one_complex(records: list[Record], refused: list[Refused], models: list[Model], origin: Path) -> list[Record]:
+def _as_one_complex(
+    records: list[Record], refused: list[Refused], models: list[Model], origin: Path | None
+) -> list[Record]:
     """The records, or, where models of complexes are given single chains, the complex that all of them are."""
     several = len(records) > 1 and not refused and not any(record.chains for record in records)
-    if not (several and any(map(_is_of_complexes, models))):
+    if origin is None or not (several and any(map(_is_of_complexes, models))):
         return records
     return [one_complex(records, unpacked_name(origin).stem)]
 
@@ -380,7 +382,7 @@ def _left(
 
 
 def _predict_all(
-    target: Target, models: list[Model], config: PredictConfig, unfinished: Unfinished, progress: Progress
+    target: AnyTarget, models: list[Model], config: PredictConfig, unfinished: Unfinished, progress: Progress
 ) -> float:
     """Every model and seed whose prediction an earlier run has not left; the seconds that it took."""
     begun, record = time.monotonic(), target.record

@@ -142,7 +142,9 @@ def _diagonal(
     """Letters, deletions and the mask of what is a chain's own row: paired rows, then a block of each entity."""
     cut = [rows[:_MOST_PAIRED] for rows in paired]
     letters, deletions = ([part] for part in _beside(cut))
-    bert, N, first = [np.ones(letters[0].shape, np.float32)], letters[0].shape[1], 0
+    shape = letters[0].shape
+    bert: list[np.ndarray] = [np.ones(shape, np.float32)]
+    N, first = shape[1], 0
     for number in sorted(set(entity)):
         mine = [at for at, one in enumerate(entity) if one == number]
         block, skipped = _beside([_unpaired(chains[at].own, paired[at], cut[at]) for at in mine])

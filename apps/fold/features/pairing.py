@@ -65,7 +65,7 @@ def pair_rows(alignments: Sequence[Alignment]) -> PairedRows:
 
 def _species_rows(alignment: Alignment) -> dict[str, np.ndarray]:
     """Row numbers of each species, those most like the chain first."""
-    similarity = np.mean(alignment.letters[0] == alignment.letters, axis=-1, dtype=np.float32)
+    similarity = (alignment.letters[0] == alignment.letters).mean(-1, dtype=np.float32)
     rows: dict[str, list[int]] = {}
     for number, name in enumerate(alignment.names):
         if species := species_of(name):

@@ -49,7 +49,7 @@ def _arrays() -> dict[str, np.ndarray]:
 def _copied(folder: Path, parameters: dict[str, np.ndarray]) -> Path:
     for name in ("batch.npz", "out.npz"):
         shutil.copyfile(MULTIMER_GOLDEN / name, folder / name)
-    np.savez(folder / "params.npz", **parameters)
+    alphafold.write_npz(folder / "params.npz", parameters)
     stored = json.loads((MULTIMER_GOLDEN / "config.json").read_text())
     stored = {name: value for name, value in stored.items() if name != "params_sha256"}
     (folder / "config.json").write_text(json.dumps({**stored, "seed": SEED}))
