@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from apps.fold.complexes import find_complex
+from apps.fold.complexes import find_complex, in_input_order
 from apps.fold.features import pairing
 from apps.fold.features.alignment import Alignment, parse_a3m
 from apps.fold.features.complexes import assemble
@@ -17,6 +17,7 @@ from apps.fold.features.sampling import Drawn, clusters, draw_rows, features_of_
 from apps.fold.features.sequences import read_fasta
 from apps.fold.model.config import MultimerConfig
 from apps.fold.model.heads import chain_tm_scores, predicted_tm_score
+from apps.fold.output.confidence import Folded
 from core.config import UserError
 from tests.support.original_complex import CASES, FILE, chains
 
@@ -157,6 +158,16 @@ def test_files_of_a_complex_are_found_by_its_chains_names(tmp_path: Path) -> Non
     assert one.entity_id.tolist() == [1] * 6 + [2] * 4
     assert found.assembly.chains.tolist() == [0, 2, 1]
     assert found.assembly.input_order().tolist() == [0, 1, 2, 6, 7, 8, 9, 3, 4, 5]
+    numbers = 10.0 * one.asym_id
+    pairs, by_chain = numbers[:, None] + numbers / 100, np.array([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]])
+    at = Folded(record.sequence, numbers, numbers, numbers, pairs, 0.5, None, (), 0.5, by_chain)
+    given = in_input_order(at, found)
+    assert given.plddt.tolist() == [10.0] * 3 + [30.0] * 4 + [20.0] * 3
+    assert given.pae is not None
+    assert given.pae[0].tolist() == [10.1] * 3 + [10.3] * 4 + [10.2] * 3
+    assert given.chain_pairs is not None
+    assert given.chain_pairs.tolist() == [[1, 3, 2], [7, 9, 8], [4, 6, 5]]
+    assert given.lengths == (3, 4, 3)
     letters = ["".join("ARNDCQEGHILKMFPSTWYVX-"[letter] for letter in row) for row in one.msa]
     assert letters == ["MKTMKTGSHM", "MATMATGSGM", "MKVMKV----", "------GSHH"]
     assert found.notes == ("1 rows of several chains are paired of 1 species (HUMAN 1)",)
