@@ -1,9 +1,10 @@
 """Golden runs of the original code, and how ours compares: params.npz, batch.npz, out.npz and config.json in a folder.
 
 The batch holds the network's inputs by the original's names, with a leading dim of 1 (the same features in every
-recycling iteration) or of one entry an iteration. config.json gives what the arrays do not say: `num_recycle` and
-`structure_layers`, and, where it was noted, `params_sha256` of params.npz: some weights may have no effect on a run,
-such as queries of the only template. The runs were made with undefined torsions at (sin, cos) = (1, 0).
+recycling iteration) or of one entry an iteration; those of a complex have none (golden_complex.py). config.json gives
+what the arrays do not say: `num_recycle` and `structure_layers`, and, where it was noted, `params_sha256` of
+params.npz: some weights may have no effect on a run, such as queries of the only template. The runs were made with
+undefined torsions at (sin, cos) = (1, 0).
 
 How far rounding carries depends on the width, the depth and the weights, so it is measured (`examine`): ours computes
 in fp32 and in fp64, and what lies between the two is the rounding of one fp32 run. The original's run, in fp32, has to
@@ -14,7 +15,7 @@ square tells it from rounding where the largest difference would not.
 import hashlib
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,10 @@ import torch
 from torch import Tensor
 
 from apps.fold.features.arrays import features_of_arrays
+from apps.fold.golden_complex import complex_of, possible_draws
 from apps.fold.model.alphafold import Prediction
+from apps.fold.model.config import MultimerConfig
+from apps.fold.model.features import Features
 from apps.fold.weights.alphafold import load_npz
 from apps.fold.weights.source import build
 from core.config import UserError
@@ -43,12 +47,18 @@ OUTPUTS: dict[str, Callable[[Prediction], Tensor | None]] = {
     "masked_msa/logits": lambda p: p.logits.masked_msa,
     "experimentally_resolved/logits": lambda p: p.logits.experimentally_resolved,
 }
+COMPLEX_OUTPUTS: dict[str, Callable[[Prediction], Tensor | None]] = {
+    **OUTPUTS,
+    "num_recycles": lambda p: torch.tensor([p.num_recycles]),
+}
 
 
 _MOST = 8.0
 """times the rounding of our own run in fp32 that the original's may be from ours in fp64: 1 to 3 are usual"""
 _LARGEST_ROUNDING = 1e-4
 """of an output's largest element: more is no rounding of fp32, but an operator that computes something else"""
+_SAME_DRAW = 1e-2
+"""of the MSA's largest element: more between ours and the original's, and other rows were drawn"""
 _SMALLEST = 2.0**-24
 """what fp32 cannot tell from 1: the rounding of an output that has none, such as a mask"""
 
@@ -74,13 +84,13 @@ class Finding:
 def examine(folder: Path, device: str = "cpu") -> dict[str, Finding]:
     """Ours in fp32 on the device and in fp64 on the CPU, beside the original's outputs.
 
-    Raises UserError for a folder that holds no golden run of a monomer, or other weights than config.json notes.
+    Raises UserError for a folder that holds no golden run, or other weights than config.json notes.
     """
     run = _Run(folder)
     exact, rounded = run.outputs("cpu", torch.float64), run.outputs(device, torch.float32)
     found = {}
     for name, theirs in run.expected.items():
-        if name not in OUTPUTS:
+        if name not in COMPLEX_OUTPUTS:
             continue
         ours, in_fp32, scale = exact[name], rounded[name], max(float(np.abs(theirs).max()), 1e-30)
         if ours is None or in_fp32 is None or ours.shape != theirs.shape or in_fp32.shape != theirs.shape:
@@ -104,11 +114,11 @@ def outputs_of(folder: Path, dtype: torch.dtype, device: str = "cpu") -> dict[st
 def compare(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """The largest difference of each output, relative to the output's largest element.
 
-    Raises UserError for a folder that holds no golden run of a monomer.
+    Raises UserError for a folder that holds no golden run.
     """
     run = _Run(folder)
     ours = run.outputs(device, dtype)
-    return {name: _difference(ours[name], run.expected[name]) for name in OUTPUTS if name in run.expected}
+    return {name: _difference(ours[name], run.expected[name]) for name in ours if name in run.expected}
 
 
 class _Run:
@@ -116,27 +126,52 @@ class _Run:
 
     def __init__(self, folder: Path):
         self.batch, self.expected = _arrays(folder / "batch.npz"), _arrays(folder / "out.npz")
-        described = read_json(folder / "config.json")
+        self.described = described = read_json(folder / "config.json")
         _check_weights(folder / "params.npz", described.get("params_sha256"))
         recycles, layers = described.get("num_recycle"), described.get("structure_layers")
         self.config, self.parameters = load_npz(folder / "params.npz", recycles, layers)
+        if not any(name in self.expected for name in OUTPUTS):
+            raise UserError(f"{folder}/out.npz holds none of {', '.join(OUTPUTS)}")
+        if isinstance(self.config, MultimerConfig):
+            self.iterations = self._drawn_by_the_original(self.config)
+            return
         self.rounds = len(self.batch["aatype"])
         if self.rounds not in (1, self.config.num_recycles + 1):
             wanted = self.config.num_recycles + 1
             raise UserError(f"{folder}/batch.npz holds {self.rounds} iterations, and the run has {wanted}")
-        if not any(name in self.expected for name in OUTPUTS):
-            raise UserError(f"{folder}/out.npz holds none of {', '.join(OUTPUTS)}")
+        self.iterations = self._given()
+
+    def _given(self) -> list[Features]:
+        """The features of all iterations."""
+        found = []
+        for i in range(self.rounds):
+            arrays = {name: array[i : i + 1] for name, array in self.batch.items()}
+            found.append(features_of_arrays(arrays, undefined=(1.0, 0.0)))
+        return found if self.rounds > 1 else found * (self.config.num_recycles + 1)
+
+    def _drawn_by_the_original(self, config: MultimerConfig) -> list[Features]:
+        """The features of all iterations, by the key with which ours comes near the original's; else by the first."""
+        name, one = "representations/msa", complex_of(self.batch)
+        if name not in self.expected:
+            raise UserError(f"a complex's out.npz lacks {name}, which tells how many rows were drawn, and which")
+        rows = len(self.expected[name])
+        extra = self.described.get("num_extra_msa", len(one.msa) - rows)
+        self.config = config = replace(config, max_msa=rows, max_extra_msa=extra)
+        first = None
+        for iterations in possible_draws(one, config, self.described):
+            self.iterations = iterations
+            first = first or iterations
+            if _difference(self.outputs("cpu", torch.float32)[name], self.expected[name]) <= _SAME_DRAW:
+                return iterations
+        assert first is not None
+        return first
 
     def outputs(self, device: str, dtype: torch.dtype) -> dict[str, np.ndarray | None]:
         """The results of our model, by the names of out.npz, without the batch's dim, in fp64."""
         model = build(self.config, self.parameters, dtype, device)
-        drawn = []
-        for i in range(self.rounds):
-            arrays = {name: array[i : i + 1] for name, array in self.batch.items()}
-            drawn.append(features_of_arrays(arrays, undefined=(1.0, 0.0)).to(device, dtype))
         with torch.inference_mode():
-            prediction = model(drawn if self.rounds > 1 else drawn * (self.config.num_recycles + 1))
-        tensors = {name: get(prediction) for name, get in OUTPUTS.items()}
+            prediction = model([one.to(device, dtype) for one in self.iterations])
+        tensors = {name: get(prediction) for name, get in COMPLEX_OUTPUTS.items()}
         return {n: None if t is None else t[0].to("cpu", torch.float64).numpy() for n, t in tensors.items()}
 
 

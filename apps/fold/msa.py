@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from apps.fold.features.sequences import Record, read_fasta
+from apps.fold.features.sequences import Record, alone, read_fasta
 from apps.fold.search import hhblits, jackhmmer, mmseqs
 from apps.fold.search.database import Database, open_database
 from apps.fold.search.hhsearch import Hhsearch, ProfileJob
@@ -108,6 +108,7 @@ def main(argv: list[str]) -> int:
     records, refused = read_fasta(config.input, proteins=config.proteins)
     for one in refused:
         print(f"error: {config.input}, {one}", file=sys.stderr)
+    records = alone(records)
     sources, searches, structures = _sources(config), Searches(config.cache), _structures(config)
     failed = _run(searches, jobs_of([record.sequence for record in records], sources), config, "searching")
     wrong = {job.sequence: reason for job, reason in failed.items()}

@@ -12,7 +12,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from apps.fold.model.config import PRESETS, ESMFoldConfig, ModelConfig, preset
+from apps.fold.model.config import MULTIMER_PRESETS, PRESETS, ESMFoldConfig, ModelConfig, MultimerConfig, released
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import Absent, plan_shares, rank_bytes
 from apps.fold.subbatch import FoldJob, Plan, free_bytes, least_bytes, longest, plan_subbatches
@@ -97,6 +97,8 @@ def _show_shares(job: FoldJob, budget: int, config: FoldPlanConfig) -> int:
         raise UserError("megalith fold plan --nproc needs the length: --length 10000")
     if isinstance(job.config, ESMFoldConfig):
         raise UserError(f"{config.model} is ESMFold, which one rank predicts; leave out --nproc")
+    if isinstance(job.config, MultimerConfig):
+        raise UserError(f"{config.model} is a model of complexes, which one rank predicts; leave out --nproc")
     axis = Absent(config.nproc)
     shares = plan_shares(job, budget, axis, of_process=config.kind == "cpu")
     table = Table("operation", "of a rank's rows")
@@ -126,7 +128,7 @@ def _job(config: FoldPlanConfig, length: int) -> FoldJob:
         length,
         max(1, rows),
         model.max_extra_msa if config.extra_rows is None else config.extra_rows,
-        config.templates,
+        config.templates or (model.max_templates if isinstance(model, MultimerConfig) else 0),
         compute_dtype(config.computing),
         config.kind,
         model.num_recycles + 1,
@@ -134,9 +136,10 @@ def _job(config: FoldPlanConfig, length: int) -> FoldJob:
 
 
 def _model(name: str) -> ModelConfig:
-    if name not in PRESETS and not Path(name).exists():
-        raise UserError(f"model={name}: there are no such weights, and the presets are {', '.join(PRESETS)}")
-    return preset(name) if name in PRESETS else read_weights(Path(name))[0]
+    presets = [*PRESETS, *MULTIMER_PRESETS]
+    if name not in presets and not Path(name).exists():
+        raise UserError(f"model={name}: there are no such weights, and the presets are {', '.join(presets)}")
+    return released(name) if name in presets else read_weights(Path(name))[0]
 
 
 def _budget(config: FoldPlanConfig) -> int:

@@ -28,10 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from apps.fold.axial import read_shards, shard_evoformer
 from apps.fold.compiled import compile_operations
-from apps.fold.features.sequences import SUMMARY, Record, read_fasta
+from apps.fold.complexes import ComplexTarget, find_complex, in_input_order
+from apps.fold.features.sequences import SUMMARY, Record, Refused, one_complex, read_fasta
 from apps.fold.features.templates import Allowed
+from apps.fold.features.text import unpacked_name
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ESMFoldConfig, ModelConfig
+from apps.fold.model.config import ESMFoldConfig, ModelConfig, MultimerConfig
 from apps.fold.model.features import Features
 from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
@@ -47,7 +49,7 @@ from apps.fold.targets import Target, find_target
 from apps.fold.toy import DEMO_WEIGHTS, NOTE
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
-from apps.fold.weights.source import build, identify, read_weights
+from apps.fold.weights.source import build, identify, is_multimer, read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.files import replace_file
 from core.mesh import MeshConfig
@@ -156,6 +158,9 @@ class Model:
     axis: DeviceMesh | None = None
 
 
+AnyTarget = Target | ComplexTarget
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of one record: a row of the summary."""
@@ -167,6 +172,7 @@ class Outcome:
     best: str = ""
     plddt: float | None = None
     ptm: float | None = None
+    iptm: float | None = None
     seconds: float | None = None
 
 
@@ -180,6 +186,8 @@ def main(argv: list[str]) -> int:
     for path in config.model if max(config.nproc, world_size()) > 1 else ():
         if path.is_dir() and is_esmfold(path):
             raise UserError(f"{path} holds ESMFold, which one rank predicts; leave out --nproc, or torchrun")
+        if is_multimer(path):
+            raise UserError(f"{path} is a model of complexes, which one rank predicts; leave out --nproc, or torchrun")
     if config.nproc > 1 and not launched():
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
@@ -225,6 +233,7 @@ def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
         if leads():
             print(f"error: {config.input}, {one}", file=sys.stderr)
     models = [_load(path, config, axis) for path in config.model] if records else []
+    records = _as_one_complex(records, refused, models, config.input)
     config.out.mkdir(parents=True, exist_ok=True)
     with _progress() as progress:
         task = progress.add_task("folding", total=len(records))
@@ -257,7 +266,9 @@ def _attempt(record: Record, models: list[Model], config: PredictConfig, progres
     """Fold one record; whatever is wrong with it becomes its outcome and a line."""
     try:
         allowed = Allowed(config.max_template_date)
-        target = find_target(record, config.msa, config.templates, alone, allowed)
+        _check_models(record, models)
+        find = find_complex if record.chains else find_target
+        target = find(record, config.msa, config.templates, alone, allowed)
         return _fold(target, models, config, progress)
     except _OF_A_RECORD as error:
         reason = _reason(error)
@@ -293,7 +304,36 @@ def _on_the_first(do: Callable[[], _Result]) -> _Result:
     return cast(_Result, result)
 
 
-def _fold(target: Target, models: list[Model], config: PredictConfig, progress: Progress) -> Outcome:
+def _is_of_complexes(model: Model) -> bool:
+    return isinstance(model.config, MultimerConfig)
+
+
+def _as_one_complex(
+    records: list[Record], refused: list[Refused], models: list[Model], origin: Path | None
+) -> list[Record]:
+    """The records, or, where models of complexes are given single chains, the complex that all of them are."""
+    several = len(records) > 1 and not refused and not any(record.chains for record in records)
+    if origin is None or not (several and any(map(_is_of_complexes, models))):
+        return records
+    return [one_complex(records, unpacked_name(origin).stem)]
+
+
+def _check_models(record: Record, models: list[Model]) -> None:
+    """Raises UserError for a model of single chains and a complex, and the other way round."""
+    for model in models:
+        if record.chains and not _is_of_complexes(model):
+            raise UserError(
+                f"a complex of {len(record.chains)} chains needs weights of AlphaFold-Multimer, and {model.name} is a "
+                "model of single chains; give params_model_1_multimer_v3.npz or its like"
+            )
+        if not record.chains and _is_of_complexes(model):
+            raise UserError(
+                f"{model.name} is a model of complexes, and this is one chain; give its chains joined by ':', "
+                "a complex's chains as the file's only records, or a monomer's weights"
+            )
+
+
+def _fold(target: AnyTarget, models: list[Model], config: PredictConfig, progress: Progress) -> Outcome:
     record, folder = target.record, config.out / target.record.safe_name
     key = _key(target, models, config)
     unfinished = Unfinished(folder, key)
@@ -311,7 +351,7 @@ def _fold(target: Target, models: list[Model], config: PredictConfig, progress: 
             unfinished.leave()
         raise
     rows = unfinished.rows
-    order = sorted(rows, key=lambda number: (-rows[number]["mean_plddt"], number))
+    order = sorted(rows, key=lambda number: (-rows[number].get("confidence", rows[number]["mean_plddt"]), number))
     ranking = [{"rank": rank, **rows[number]} for rank, number in enumerate(order, 1)]
     done = {"key": key, "name": record.name, "predictions": ranking, "seconds": round(seconds, 2)}
     _on_the_first(partial(unfinished.finish, order, done))
@@ -342,7 +382,7 @@ def _left(
 
 
 def _predict_all(
-    target: Target, models: list[Model], config: PredictConfig, unfinished: Unfinished, progress: Progress
+    target: AnyTarget, models: list[Model], config: PredictConfig, unfinished: Unfinished, progress: Progress
 ) -> float:
     """Every model and seed whose prediction an earlier run has not left; the seconds that it took."""
     begun, record = time.monotonic(), target.record
@@ -356,6 +396,7 @@ def _predict_all(
         one = _predict(target, model, seed, config)
         _check_finite(one, f"{model.name}, seed {seed}", config.computing)
         row = {**origin, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
+        row |= {} if one.iptm is None else {"iptm": one.iptm, "confidence": one.confidence}
         files = partial(_write, one=one, record=record, row=origin, config=config)
         _on_the_first(partial(unfinished.write, number, row, files))
         unfinished.rows[number] = row  # on the other ranks, too
@@ -363,15 +404,15 @@ def _predict_all(
     return time.monotonic() - begun
 
 
-def _about_alignment(target: Target, models: list[Model]) -> str:
+def _about_alignment(target: AnyTarget, models: list[Model]) -> str:
     """Notes for the user on the alignment, or on there being none."""
     of_alignments = any(not isinstance(model.config, ESMFoldConfig) for model in models)
-    if len(target.alignment) == 1:
+    if target.num_rows == 1:
         return "no alignment; a sequence alone folds poorly" if of_alignments else ""
     return "" if of_alignments else "ESMFold reads the sequence alone; its alignment is left aside"
 
 
-def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> Folded:
+def _predict(target: AnyTarget, model: Model, seed: int, config: PredictConfig) -> Folded:
     dtype = compute_dtype(config.computing)
     of_process = torch.device(config.device).type == "cpu"
     if model.axis is None:  # features of the longest are gigabytes themselves: what does not fit is refused before
@@ -383,7 +424,7 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
     job = job_of(model.config, [first], dtype, config.device)
     job = replace(job, iterations=len(features), distances=config.distogram)
     budget = _budget(config, model.axis)
-    mask_BN = first.mask_BN.to(config.device, dtype)
+    mask_BN, chains = first.mask_BN.to(config.device, dtype), first.chains
     del first
     iterations = OnDevice(features, config.device, dtype)
     with torch.inference_mode():
@@ -401,8 +442,12 @@ def _predict(target: Target, model: Model, seed: int, config: PredictConfig) -> 
             apply_subbatches(model.module, choices, offload=plan.offload)
             folding = model.module.fold(iterations)
             slices = every(job.residues, plan.choices[HEADS].rows)
-            pairs = read_pairs(model.module.heads, folding.pair_BNNZ, mask_BN, slices, distances=config.distogram)
-        return folded(target.sequence, folding, model.module.heads, pairs)
+            chains_N = None if chains is None else chains.asym_BN[0].to(config.device) - 1
+            pairs = read_pairs(
+                model.module.heads, folding.pair_BNNZ, mask_BN, slices, distances=config.distogram, chains_N=chains_N
+            )
+        one = folded(target.sequence, folding, model.module.heads, pairs)
+        return in_input_order(one, target) if isinstance(target, ComplexTarget) else one
 
 
 def _check_finite(one: Folded, origin: str, precision: Precision) -> None:
@@ -436,15 +481,15 @@ class OnDevice(Sequence[Features]):
 def job_of(model: ModelConfig, features: Sequence[Features], dtype: torch.dtype, device: str) -> FoldJob:
     """The planner's question: the sizes of the largest iteration."""
     sizes = [max(numbers) for numbers in zip(*(one.sizes() for one in features))]
-    hidden = any(bool((mask == 0).any()) for one in features for mask in _masks(one))
+    hidden = isinstance(model, MultimerConfig) or any(bool((m == 0).any()) for one in features for m in _masks(one))
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
     return FoldJob(model, *sizes, dtype=dtype, device=kind, iterations=len(features), hidden=hidden)
 
 
-def _expected_job(target: Target, model: ModelConfig, dtype: torch.dtype, device: str) -> FoldJob:
+def _expected_job(target: AnyTarget, model: ModelConfig, dtype: torch.dtype, device: str) -> FoldJob:
     """The job that `job_of` will make of the target's features: mostly the same, so that its plan is known by then."""
     sizes = target.sizes(model)
-    hidden = sizes[1] == len(target.alignment) or sizes[3] > 0  # no extra row, or templates with unknown angles
+    hidden = sizes[1] == target.num_rows or sizes[3] > 0  # no extra row, or templates with unknown angles
     kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
     return FoldJob(model, *sizes, dtype=dtype, device=kind, iterations=model.num_recycles + 1, hidden=hidden)
 
@@ -460,12 +505,13 @@ def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, 
     write_mmcif(folder / f"{stem}.cif", one, record.safe_name, title)
     if config.pdb and fits_pdb(one):
         write_pdb(folder / f"{stem}.pdb", one, title)
-    write_confidence(folder, stem, one, {"name": record.name, "sequence": record.sequence, **row})
+    sequence = ":".join(chain.sequence for chain in record.chains) or record.sequence
+    write_confidence(folder, stem, one, {"name": record.name, "sequence": sequence, **row})
     if config.plots:
         plot(folder, stem, one, f"{record.name}, {_named(row)}")
 
 
-def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str, Any]:
+def _key(target: AnyTarget, models: list[Model], config: PredictConfig) -> dict[str, Any]:
     """The options that a record's folder and its files on request depend on; `lacking` says which folder is done."""
     exact = config.matmul_precision == "highest"
     return {
@@ -480,16 +526,17 @@ def _key(target: Target, models: list[Model], config: PredictConfig) -> dict[str
     }
 
 
-def _outcome(target: Target, done: dict[str, Any]) -> Outcome:
+def _outcome(target: AnyTarget, done: dict[str, Any]) -> Outcome:
     best = done["predictions"][0]
     return Outcome(
         target.record.name,
         len(target.sequence),
         "folded",
-        len(target.alignment),
+        target.num_rows,
         _named(best),
         best["mean_plddt"],
         best["ptm"],
+        best.get("iptm"),
         done["seconds"],
     )
 
@@ -505,10 +552,11 @@ def _named(origin: dict[str, Any]) -> str:
 
 
 def _said(one: Folded) -> str:
-    return f"pLDDT {one.mean_plddt:.1f}" + ("" if one.ptm is None else f", pTM {one.ptm:.2f}")
+    of_whole = "" if one.ptm is None else f", pTM {one.ptm:.2f}"
+    return f"pLDDT {one.mean_plddt:.1f}{of_whole}" + ("" if one.iptm is None else f", ipTM {one.iptm:.2f}")
 
 
-_HEADER = ("name", "residues", "status", "msa_rows", "best", "plddt", "ptm", "seconds")
+_HEADER = ("name", "residues", "status", "msa_rows", "best", "plddt", "ptm", "iptm", "seconds")
 
 
 def _rows(outcomes: dict[int, Outcome]) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """The targets of folding: a sequence with its alignment and its templates, found by name."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,11 @@ class Target:
     def sequence(self) -> str:
         return self.record.sequence
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the alignment, the sequence's included."""
+        return len(self.alignment)
+
     def digest(self) -> str:
         """Changes with the sequence and with the contents of the files."""
         found = hashlib.blake2b(self.sequence.encode(), digest_size=16)
@@ -86,18 +91,24 @@ class Iterations(Sequence[Features]):
 
 
 def find_target(
-    record: Record, msa: Path | None, templates: Path | None, alone: bool, allowed: Allowed = ANY
+    record: Record,
+    msa: Path | None,
+    templates: Path | None,
+    alone: bool,
+    allowed: Allowed = ANY,
+    takes: Callable[[Path], bool] = lambda path: True,
 ) -> Target:
     """The record with its files.
 
     msa, templates  a file (for a record that is `alone`), or a folder that holds NAME.a3m or NAME.sto (several: a
                     folder NAME of them), and NAME.cif or a folder NAME of structures. Where the first holds NAME.hhr,
                     the second is a folder of mmCIF files by the entries' names, for its hits
+    takes           which alignments are taken
 
     Raises UserError for files that do not fit the sequence.
     """
-    alignments = _files(msa, record, alone, ALIGNMENTS, "--msa")
-    hits = _files(msa, record, alone, HITS, "--msa") if msa is not None and msa.is_dir() else []
+    alignments = [path for path in files_of(msa, record, alone, ALIGNMENTS, "--msa") if takes(path)]
+    hits = files_of(msa, record, alone, HITS, "--msa") if msa is not None and msa.is_dir() else []
     read = [read_alignment(path) for path in alignments]
     for path, alignment in zip(alignments, read):
         check_query(alignment, record.sequence, path)
@@ -105,7 +116,7 @@ def find_target(
     if hits:
         found, structures, notes = _found_by_hits(hits, record, templates, allowed)
     else:
-        structures = _files(templates, record, alone, STRUCTURES, "--templates")
+        structures = files_of(templates, record, alone, STRUCTURES, "--templates")
         found = read_templates(structures, record.sequence)
         notes = [] if structures or templates is None else [f"no template: {templates} holds none by its name"]
     return Target(record, merged, tuple(found), (*alignments, *hits, *structures), tuple(notes))
@@ -133,7 +144,8 @@ def _found_by_hits(
     return found, structures, notes
 
 
-def _files(where: Path | None, record: Record, alone: bool, suffixes: Iterable[str], option: str) -> list[Path]:
+def files_of(where: Path | None, record: Record, alone: bool, suffixes: Iterable[str], option: str) -> list[Path]:
+    """The record's files of these kinds; see `find_target`."""
     if where is None:
         return []
     if where.is_file():

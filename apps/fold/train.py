@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ModelConfig
+from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.training.batches import FoldBatches
 from apps.fold.training.config import FoldTrainConfig, check_combination, model_config
 from apps.fold.training.dataset import Dataset, beside, load, prepare, report_refused
@@ -25,7 +25,7 @@ from apps.fold.weights.folder import save_folder
 from apps.fold.weights.source import read_alphafold
 from core.checkpoint import read_full
 from core.compose import parallelize
-from core.config import as_json, parse
+from core.config import UserError, as_json, parse
 from core.mesh import data_axis
 from core.metrics import plot_loss
 from core.optim.average import WeightAverage, unbiased
@@ -48,6 +48,10 @@ def main(argv: list[str]) -> int:
 def train(config: FoldTrainConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     of_weights, values = (None, None) if config.weights is None else read_alphafold(config.weights)
+    if isinstance(of_weights, MultimerConfig):
+        raise UserError(
+            f"{config.weights} is a model of complexes, which cannot be trained here; give a monomer's weights"
+        )
     model = model_config(config, of_weights)
     with start(config.device, config.seed) as runtime, ExitStack() as run_folder:
         if config.compile:

@@ -26,7 +26,7 @@ from apps.fold.weights.folder import save_folder
 from core.config import run_command
 from tests.support import esmfold
 from tests.support.command import losses, run, summary
-from tests.support.fold import GOLDEN, hhr_text, one_block, random_parameters
+from tests.support.fold import GOLDEN, MULTIMER_GOLDEN, hhr_text, one_block, random_parameters
 
 FASTA = ">long one\nMKTAYIAKQRQISFVKSHFSRQ\n>short\nMKTAYWC\n>bad\nMK7\n>with/slash\nMXBGGGAAAA\n>[/b]\nMK8\n"
 
@@ -70,6 +70,51 @@ def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Pa
     code, said, _ = fold(capsys, "doctor", "--golden", tmp_path, "--limit", 1e-5)
     assert code == 1
     assert "differs beyond 1e-05: representations/pair" in said
+
+
+def test_predict_complexes(tmp_path: Path, weights: Path, capsys) -> None:
+    (tmp_path / "in.fasta").write_text(">trimer\nMKTAYWC:GSHML:MKTAYWC\n>alone\nMKTAYWC\n>half\nMKT:\n")
+    for chain, query in {"trimer_A": "MKTAYWC", "trimer_B": "GSHML"}.items():
+        (tmp_path / "msa" / chain).mkdir(parents=True)
+        (tmp_path / "msa" / chain / "uniprot.a3m").write_text(f">q\n{query}\n>tr|A0A123|A0A123_HUMAN\n{query[::-1]}\n")
+    multimer = tmp_path / "params_model_1_multimer_v3.npz"
+    multimer.write_bytes((MULTIMER_GOLDEN / "params.npz").read_bytes())
+    options = ("--out", tmp_path / "out", "--msa", tmp_path / "msa", "--num-recycles", 1)
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", "--model", multimer, *options)
+    assert code == 2, err
+    assert "record 2 (alone): params_model_1_multimer_v3 is a model of complexes" in err
+    assert "record 3 (half): chain 2: the sequence is empty" in err
+    assert err.count("error:") == 2
+    assert "trimer: 1 rows of several chains are paired of 1 species (HUMAN 1)" in said
+    out = tmp_path / "out" / "trimer"
+    confidence = json.loads((out / "rank_1_confidence.json").read_text())
+    assert confidence["chains"] == ["A", "B", "C"]
+    assert confidence["confidence"] == pytest.approx(80 * confidence["iptm"] + 20 * confidence["ptm"], abs=0.02)
+    for name in ("chain_pair_iptm", "pdockq2", "ipsae"):
+        assert np.array(confidence[name]).shape == (3, 3)
+    for suffix in ("cif", "pdb"):
+        chains = read_structure(out / f"rank_1.{suffix}")
+        assert [(chain.name, chain.sequence) for chain in chains] == [
+            ("A", "MKTAYWC"),
+            ("B", "GSHML"),
+            ("C", "MKTAYWC"),
+        ]
+
+    code, _, err = fold(
+        capsys, "predict", tmp_path / "in.fasta", "--model", weights, *options[2:], "--out", tmp_path / "o"
+    )
+    assert code == 2
+    assert "record 1 (trimer): a complex of 3 chains needs weights of AlphaFold-Multimer" in err
+    assert (tmp_path / "o" / "alone" / "rank_1.cif").exists()
+
+    (tmp_path / "pair.fasta").write_text(">trimer_A\nMKTAYWC\n>trimer_B\nGSHML\n")
+    code, said, err = fold(capsys, "predict", tmp_path / "pair.fasta", "--model", multimer, *options)
+    assert code == 0, err
+    assert [chain.sequence for chain in read_structure(tmp_path / "out" / "pair" / "rank_1.cif")] == [
+        "MKTAYWC",
+        "GSHML",
+    ]
+    assert "pair: 1 rows of several chains are paired" in said
 
 
 def test_predict(tmp_path: Path, weights: Path, capsys) -> None:

@@ -18,6 +18,7 @@ from apps.fold.model.features import Features
 from apps.fold.training.dataset import Example
 
 GOLDEN = Path(__file__).parents[1] / "data" / "fold" / "mini_model_1_ptm"
+MULTIMER_GOLDEN = GOLDEN.parent / "mini_multimer_v3"
 
 
 def random_parameters(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ Columns are the query's residues. What a sequence has between two of them (lower
 Stockholm's query) is a deletion and counted at the residue that follows.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,16 @@ def parse_a3m(text: str, origin: object = "the A3M") -> Alignment:
         raise UserError(f"{origin} holds no sequence; its first must be the query")
     pairs = [_columns("".join(parts)) for parts in rows]
     return _aligned(names, [kept for kept, _ in pairs], [skipped for _, skipped in pairs], origin)
+
+
+def complex_lengths(text: str) -> tuple[list[int], list[int]] | None:
+    """Lengths and copies of the sequences of a complex's A3M of ColabFold (`#59,58<tab>1,1`); None for any other."""
+    first, _, _ = text.lstrip().partition("\n")
+    found = re.fullmatch(r"#(\d+(?:,\d+)*)\t(\d+(?:,\d+)*)\s*", first)
+    if found is None:
+        return None
+    lengths, copies = ([int(number) for number in group.split(",")] for group in found.groups())
+    return lengths, copies
 
 
 def _columns(row: str) -> tuple[str, list[int]]:

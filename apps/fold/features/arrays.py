@@ -57,17 +57,23 @@ def template_features(
     positions_BTN373: Tensor,
     atom_mask_BTN37: Tensor,
     undefined: tuple[float, float] = (0.0, 0.0),
+    *,
+    backbone: bool = False,
 ) -> TemplateFeatures:
-    """The network's features of templates' atoms (atom37, Angstrom; residue types 0..21, 21 for gaps)."""
+    """The network's features of templates' atoms (atom37, Angstrom; residue types 0..21, 21 for gaps).
+
+    backbone  whether the backbone's atoms are among them, which complexes' models read
+    """
     torsions = torsions_of_atoms(aatype_BTN, positions_BTN373, atom_mask_BTN37, undefined)
-    backbone = atom_mask_BTN37[..., [residues.N, residues.CA, residues.C]].prod(-1)
+    slots = [residues.N, residues.CA, residues.C]
     return TemplateFeatures(
         aatype_BTN=aatype_BTN,
         mask_BT=mask_BT,
         pseudo_beta_BTN3=pseudo_beta(aatype_BTN, positions_BTN373),
         pseudo_beta_mask_BTN=pseudo_beta(aatype_BTN, atom_mask_BTN37),
-        backbone_mask_BTN=backbone,
+        backbone_mask_BTN=atom_mask_BTN37[..., slots].prod(-1),
         torsions_BTNA2=torsions.sin_cos,
         alternative_BTNA2=torsions.alternative,
         torsion_mask_BTNA=torsions.mask,
+        backbone_BTN33=positions_BTN373[..., slots, :] if backbone else None,
     )

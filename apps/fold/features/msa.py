@@ -22,7 +22,7 @@ from apps.fold.model import residues
 from apps.fold.model.config import ModelConfig
 from apps.fold.model.features import Features, TemplateFeatures
 
-_UNIFORM, _PROFILE, _SAME = 0.1, 0.1, 0.1
+UNIFORM, PROFILE, SAME = 0.1, 0.1, 0.1  # of hidden letters
 _STRIP = 512  # extra rows compared with the centres at once, of which
 _COLUMNS = 16  # so many columns at a time
 _CLUSTERS = 16  # clusters whose letters are counted at once
@@ -68,10 +68,10 @@ def _replacements(all_letters: np.ndarray, letters: np.ndarray, columns: np.ndar
     """Probabilities [.., 23] of what takes the place of hidden letters."""
     profile = _profile(all_letters)[columns]
     probabilities = np.zeros((len(letters), 23))
-    probabilities[:, :20] = _UNIFORM / 20
-    probabilities[:, :22] += _PROFILE * profile
-    probabilities[np.arange(len(letters)), letters] += _SAME
-    probabilities[:, residues.MASKED] = 1 - _UNIFORM - _PROFILE - _SAME
+    probabilities[:, :20] = UNIFORM / 20
+    probabilities[:, :22] += PROFILE * profile
+    probabilities[np.arange(len(letters)), letters] += SAME
+    probabilities[:, residues.MASKED] = 1 - UNIFORM - PROFILE - SAME
     return probabilities
 
 
@@ -131,13 +131,14 @@ def features_of(
     )
 
 
-def _squashed(deletions: np.ndarray) -> np.ndarray:
+def squashed(deletions: np.ndarray) -> np.ndarray:
+    """Lengths between 0 and 1."""
     return np.arctan(deletions / 3) * (2 / np.pi)
 
 
 def _deletion_channels(deletions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[.., 1] each: whether there is a deletion, and its length between 0 and 1."""
-    return np.clip(deletions, 0, 1)[..., None], _squashed(deletions)[..., None]
+    return np.clip(deletions, 0, 1)[..., None], squashed(deletions)[..., None]
 
 
 def _add_clusters(
@@ -159,7 +160,7 @@ def _add_clusters(
         skipped = np.bincount(cells, extra_deletions[rows].ravel(), minlength=num * N).reshape(num, N)
         sizes = 1e-6 + 1 + np.diff(ends[first : last + 1])[:, None]
         channels[first:last, :, :23] = (letters + np.eye(23)[centres[first:last]]) / sizes[..., None]
-        channels[first:last, :, 23] = _squashed((skipped + deletions[first:last]) / sizes)
+        channels[first:last, :, 23] = squashed((skipped + deletions[first:last]) / sizes)
 
 
 def assign(centres: np.ndarray, extra: np.ndarray) -> np.ndarray:

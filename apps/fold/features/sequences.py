@@ -6,6 +6,7 @@ The file may be packed (.gz, .bz2, .xz) and in UTF-8, UTF-16 or UTF-32.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +26,15 @@ _LIKELY_NUCLEOTIDES = 20  # residues from which on a sequence of these letters a
 
 @dataclass(frozen=True)
 class Record:
-    """name: the first word after >; safe_name fits a file name, none of ours; number counts from 1."""
+    """name: the first word after >; safe_name fits a file name, none of ours; number counts from 1.
+
+    chains  of a complex, whose sequence is theirs one behind the other; empty for a protein alone
+    """
 
     number: int
     name: str
     sequence: str
+    chains: tuple["Record", ...] = ()
 
     @property
     def safe_name(self) -> str:
@@ -60,9 +65,9 @@ def read_fasta(path: Path, *, proteins: bool = False) -> tuple[list[Record], lis
     entries = _entries(read_text(path, "a FASTA file"), path)  # a letter that is none is its record's fault
     records, refused, seen = [], [], {}
     for number, (name, letters) in enumerate(entries, 1):
-        sequence = letters.upper().removesuffix("*")
-        record = Record(number, name, sequence)
-        reason = _wrong(sequence, proteins) or _repeated(record, seen)
+        parts = [part.removesuffix("*") for part in letters.upper().split(":")]
+        record = Record(number, name, "".join(parts), _chains(number, name, parts))
+        reason = _wrong_parts(parts, proteins) or _repeated(record, seen)
         if reason:
             refused.append(Refused(number, name, reason))
         else:
@@ -88,13 +93,46 @@ def _entries(text: str, path: Path) -> list[tuple[str, str]]:
     return [(name, "".join(parts)) for name, parts in entries]
 
 
+def chain_id(number: int) -> str:
+    """The name of a chain, from 1: A to Z, then AA, BA, …, as mmCIF files have them."""
+    letters = ""
+    while number > 0:
+        number, letter = divmod(number - 1, 26)
+        letters += chr(ord("A") + letter)
+    return letters
+
+
+def _chains(number: int, name: str, parts: list[str]) -> tuple[Record, ...]:
+    if len(parts) == 1:
+        return ()
+    return tuple(Record(number, f"{name}_{chain_id(at)}", part) for at, part in enumerate(parts, 1))
+
+
+def one_complex(records: list[Record], name: str) -> Record:
+    """The complex of which each record is a chain."""
+    return Record(1, name, "".join(record.sequence for record in records), tuple(records))
+
+
+def alone(records: Iterable[Record]) -> list[Record]:
+    """What is searched for: each protein, of a complex each sequence once."""
+    found = []
+    for record in records:
+        found += {chain.sequence: chain for chain in reversed(record.chains or (record,))}.values()
+    return found
+
+
+def _wrong_parts(parts: list[str], proteins: bool) -> str | None:
+    reasons = [_wrong(part, proteins) for part in parts]
+    if len(parts) == 1:
+        return reasons[0]
+    return next((f"chain {at}: {reason}" for at, reason in enumerate(reasons, 1) if reason), None)
+
+
 def _wrong(sequence: str, proteins: bool) -> str | None:
     if not sequence:
         return "the sequence is empty"
     if "-" in sequence or "." in sequence:
         return "the sequence holds gaps; give it without alignment, or the alignment as --msa"
-    if ":" in sequence:
-        return "a complex (chains joined by ':') needs a multimer model, which is not supported; give single chains"
     bad = next(((i, letter) for i, letter in enumerate(sequence, 1) if letter not in _LETTERS), None)
     if bad is not None:
         return f"letter {bad[1]!r} at position {bad[0]} is no amino acid; use one-letter codes, X where unknown"

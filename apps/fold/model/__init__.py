@@ -14,6 +14,7 @@ structure.py   invariant point attention and the structure module
 heads.py       heads, and what their logits say
 folding.py     recycling, common to both models
 alphafold.py   AlphaFold, the whole
+multimer.py    AlphaFold-Multimer, by its differences
 esmfold.py     ESMFold (Lin et al., Science 379, 1123, 2023), the whole
 network.py     the model of a configuration
 """

@@ -71,7 +71,7 @@ class AlphaFold(FoldingModel):
         z_BNNZ = self.embed_pairs(features, recycled.pair_BNNZ, recycled.pseudo_beta_BN3)
         templates = None if self.template_embedder is None else features.templates
         if self.template_embedder is not None and templates is not None:
-            z_BNNZ = self.template_embedder.pairs(z_BNNZ, templates, pair_mask_BNN)
+            z_BNNZ = self.add_templates(z_BNNZ, templates, pair_mask_BNN, features)
         extra_BEND = self.extra_embedder(features)
         for block in self.extra_blocks:
             extra_BEND, z_BNNZ = block(extra_BEND, z_BNNZ, features.extra_mask_BEN, pair_mask_BNN)
@@ -80,6 +80,13 @@ class AlphaFold(FoldingModel):
         for block in self.blocks:
             m_BSND, z_BNNZ = block(m_BSND, z_BNNZ, msa_mask, pair_mask_BNN)
         return m_BSND, z_BNNZ
+
+    def add_templates(
+        self, z_BNNZ: Tensor, templates: TemplateFeatures, pair_mask_BNN: Tensor, features: Features
+    ) -> Tensor:
+        """z and what templates tell of pairs."""
+        assert self.template_embedder is not None
+        return self.template_embedder.pairs(z_BNNZ, templates, pair_mask_BNN)
 
     def pair_rows(self, features: Features, last_BINZ: Tensor, points_BN3: Tensor, at: slice = slice(None)) -> Tensor:
         return self.input_embedder.pairs(features, at) + self.recycling_embedder.pairs(last_BINZ, points_BN3, at)
@@ -96,7 +103,7 @@ class AlphaFold(FoldingModel):
         first_row = self.recycling_embedder.msa_norm(last_BND)
         rows, masks = [m_BSND[:, :1] + first_row[:, None], m_BSND[:, 1:]], [mask_BSN]
         if self.template_embedder is not None and templates is not None:
-            psi_mask_BTN = templates.torsion_mask_BTNA[..., 2]  # psi needs the atoms of one residue only
+            shown_BTN = templates.torsion_mask_BTNA[..., self.template_embedder.torsions.shown_by]
             rows.append(self.template_embedder.torsions(templates))
-            masks.append(psi_mask_BTN.to(mask_BSN.dtype))
+            masks.append(shown_BTN.to(mask_BSN.dtype))
         return torch.cat(rows, 1), torch.cat(masks, 1)

@@ -1,5 +1,6 @@
 """Widths and depths of the model. The defaults are those of the released weights (supplement, 1.6 to 1.9)."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,9 @@ TARGET_DIM = 22  # a break before the residue, 20 residue types, X
 MSA_DIM = 49  # 23 letters, deletion, its value, 23 of the cluster's profile, its mean deletion
 EXTRA_DIM = 25  # 23 letters, deletion, its value
 RELATIVE_POSITIONS = 32  # clipped at +-32
+MULTIMER_TARGET_DIM = 21  # 20 residue types, X
+CHAIN_REACH = 2  # which copy of a sequence, clipped at +-2
+MULTIMER_TORSION_DIM = 34  # 22 types, (sin, cos) of four chi, their mask
 RECYCLE_BINS = (3.25, 20.75, 15)
 TEMPLATE_BINS = (3.25, 50.75, 39)
 TEMPLATE_PAIR_DIM = 88  # 39 distances, their mask, twice 22 types, unit vector, the backbone's mask
@@ -156,6 +160,39 @@ class ESMFoldConfig(ModelConfig):
     """positions are clipped at this distance"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultimerConfig(ModelConfig):
+    """AlphaFold-Multimer (Evans et al. 2021), whose versions 1 to 3 compute alike.
+
+    max_msa counts rows that are drawn; those of templates come on top.
+    """
+
+    templates: TemplateConfig | None = field(default_factory=TemplateConfig)
+    structure: StructureConfig = field(default_factory=lambda: StructureConfig(length_scale=20.0))
+    heads: HeadsConfig = field(default_factory=lambda: HeadsConfig(masked_msa_types=22, pae_bins=64))
+    num_recycles: int = 20
+    max_msa: int = 508
+    max_extra_msa: int = 2048
+    recycle_tolerance: float = 0.5
+    """Angstrom: recycling ends when distances of CA change by no more, by the root of the mean square; negative: never
+    before num_recycles"""
+    fused_products: bool = True
+    """whether projections of the triangle product lie in one array, as in the files of version 3"""
+
+
+def multimer_preset(name: str) -> MultimerConfig:
+    """model_1_multimer to model_5_multimer, and with _v2 and _v3: how many rows they read.
+
+    Raises UserError for any other name.
+    """
+    known = re.fullmatch(r"model_([1-5])_multimer(_v[23])?", name)
+    if known is None:
+        raise UserError(f"no preset '{name}'; those of complexes are model_1_multimer to model_5_multimer_v3")
+    if known[2] != "_v3":
+        return MultimerConfig(max_msa=252, max_extra_msa=1152, fused_products=False)
+    return MultimerConfig(max_extra_msa=2048 if known[1] in "123" else 1152)
+
+
 def preset(name: str) -> ModelConfig:
     """model_1 to model_5 and model_1_ptm to model_5_ptm (supplement, table 5): which have templates, how many rows.
 
@@ -172,6 +209,14 @@ def preset(name: str) -> ModelConfig:
 
 
 PRESETS = [f"model_{n}{suffix}" for suffix in ("", "_ptm") for n in range(1, 6)]
+
+
+def released(name: str) -> ModelConfig:
+    """The released model of this name, of single chains or of complexes.  Raises UserError for any other name."""
+    return multimer_preset(name) if "multimer" in name else preset(name)
+
+
+MULTIMER_PRESETS = [f"model_{n}_multimer{version}" for version in ("", "_v2", "_v3") for n in range(1, 6)]
 
 
 def tiny(templates: bool = True) -> ModelConfig:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.fold.model import config as widths
+from apps.fold.model import residues
 from apps.fold.model.config import ModelConfig, TemplateConfig
 from apps.fold.model.evoformer import PairUpdates
 from apps.fold.model.features import Features, TemplateFeatures
@@ -19,13 +20,13 @@ from core.kernels.attention import attention
 class InputEmbedder(nn.Module):
     """m[B, S, N, D] and z[B, N, N, Z] of the sequence and its MSA (algorithms 3 to 5)."""
 
-    def __init__(self, msa_dim: int, pair_dim: int):
+    def __init__(self, msa_dim: int, pair_dim: int, target_dim: int = widths.TARGET_DIM):
         super().__init__()
-        self.target = Linear(widths.TARGET_DIM, msa_dim)
+        self.target = Linear(target_dim, msa_dim)
         self.msa = Linear(widths.MSA_DIM, msa_dim)
-        self.left = Linear(widths.TARGET_DIM, pair_dim)
-        self.right = Linear(widths.TARGET_DIM, pair_dim)
-        self.position = RelativePosition(pair_dim)
+        self.left = Linear(target_dim, pair_dim)
+        self.right = Linear(target_dim, pair_dim)
+        self.position: Linear = RelativePosition(pair_dim)
 
     def forward(self, features: Features) -> tuple[Tensor, Tensor]:
         return self.rows(features), self.pairs(features)
@@ -36,9 +37,13 @@ class InputEmbedder(nn.Module):
 
     def pairs(self, features: Features, at: slice = slice(None)) -> Tensor:
         """The rows `at` of z, [B, I, N, Z]."""
-        target_BNF, index_BN = features.target_BNF, features.residue_index_BN
+        target_BNF = features.target_BNF
         z_BINZ = self.left(target_BNF[:, at])[:, :, None] + self.right(target_BNF)[:, None]
-        return z_BINZ + self.position(index_BN[:, at], index_BN)
+        return z_BINZ + self.positions(features, at)
+
+    def positions(self, features: Features, at: slice) -> Tensor:
+        """The rows `at` of what relative positions give."""
+        return self.position(features.residue_index_BN[:, at], features.residue_index_BN)
 
 
 class RelativePosition(Linear):
@@ -93,11 +98,16 @@ class ExtraEmbedder(nn.Module):
 
 
 class TemplateTorsionEmbedder(nn.Module):
-    """Rows [B, T, N, D] for the MSA, of the templates' torsion angles (algorithm 2, lines 7 and 8)."""
+    """Rows [B, T, N, D] for the MSA, of the templates' torsion angles (algorithm 2, lines 7 and 8).
 
-    def __init__(self, msa_dim: int):
+    shown_by  the torsion without which a residue of a template is masked: psi, which needs one residue's atoms only
+    """
+
+    shown_by = residues.PSI - 1
+
+    def __init__(self, msa_dim: int, dim: int = widths.TEMPLATE_TORSION_DIM):
         super().__init__()
-        self.up = Linear(widths.TEMPLATE_TORSION_DIM, msa_dim, init="relu")
+        self.up = Linear(dim, msa_dim, init="relu")
         self.down = Linear(msa_dim, msa_dim, init="relu")
 
     def forward(self, templates: TemplateFeatures) -> Tensor:

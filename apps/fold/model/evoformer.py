@@ -39,11 +39,15 @@ class PairUpdates(nn.Module):
 
 
 class EvoformerBlock(nn.Module):
-    """One block (algorithm 6). With `global_columns` it is a block of the extra MSA's stack (algorithm 18)."""
+    """One block (algorithm 6). With `global_columns` it is a block of the extra MSA's stack (algorithm 18).
+
+    In the models of complexes the outer product mean comes first (`outer_first`).
+    """
 
     def __init__(self, msa_dim: int, pair_dim: int, config: EvoformerConfig, *, global_columns: bool = False):
         super().__init__()
         heads = (config.msa_heads, config.msa_head_dim)
+        self.outer_first = False
         self.row_attention = RowAttentionWithPairBias(msa_dim, pair_dim, *heads, dropout=config.msa_dropout)
         self.column_attention = (ColumnGlobalAttention if global_columns else ColumnAttention)(msa_dim, *heads)
         self.msa_transition = Transition(msa_dim, config.msa_transition_factor)
@@ -53,8 +57,11 @@ class EvoformerBlock(nn.Module):
     def forward(
         self, m_BSND: Tensor, z_BNNZ: Tensor, msa_mask_BSN: Tensor, pair_mask_BNN: Tensor
     ) -> tuple[Tensor, Tensor]:
+        if self.outer_first:
+            z_BNNZ = self.outer_product_mean(m_BSND, z_BNNZ, msa_mask_BSN)
         m_BSND = self.row_attention(m_BSND, z_BNNZ, msa_mask_BSN)
         m_BSND = self.column_attention(m_BSND, msa_mask_BSN)
         m_BSND = self.msa_transition(m_BSND)
-        z_BNNZ = self.outer_product_mean(m_BSND, z_BNNZ, msa_mask_BSN)
+        if not self.outer_first:
+            z_BNNZ = self.outer_product_mean(m_BSND, z_BNNZ, msa_mask_BSN)
         return m_BSND, self.pair(z_BNNZ, pair_mask_BNN)

@@ -20,6 +20,8 @@ class TemplateFeatures:
     backbone_mask_BTN     1 where N, CA and C are known
     torsions_BTNA2        (sin, cos) of the 7 torsions; alternative_BTNA2 with symmetric chi turned by pi;
                           torsion_mask_BTNA 1 where known
+    backbone_BTN33        N, CA and C, Angstrom; what only complexes' models read
+    own_directions_BTN3   unit vectors from CA to itself, which golden runs have (apps/fold/golden_rounding.py); None: 0
     """
 
     aatype_BTN: Tensor
@@ -30,6 +32,8 @@ class TemplateFeatures:
     torsions_BTNA2: Tensor
     alternative_BTNA2: Tensor
     torsion_mask_BTNA: Tensor
+    backbone_BTN33: Tensor | None = None
+    own_directions_BTN3: Tensor | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> "TemplateFeatures":
         """Move and cast: `dtype`, coordinates in at least fp32."""
@@ -37,8 +41,25 @@ class TemplateFeatures:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-        points = self.pseudo_beta_BTN3.to(device, torch.promote_types(dtype, torch.float32))
-        return replace(_mapped(self, moved), pseudo_beta_BTN3=points)
+        def points(tensor: Tensor) -> Tensor:
+            return tensor.to(device, torch.promote_types(dtype, torch.float32))
+
+        backbone = None if self.backbone_BTN33 is None else points(self.backbone_BTN33)
+        return replace(_mapped(self, moved), pseudo_beta_BTN3=points(self.pseudo_beta_BTN3), backbone_BTN33=backbone)
+
+
+@dataclass(frozen=True)
+class ChainIds:
+    """The chain of each residue of a complex, [B, N] all, numbered from 1.
+
+    asym_BN    the chain
+    entity_BN  its sequence
+    sym_BN     which of the chains of that sequence
+    """
+
+    asym_BN: Tensor
+    entity_BN: Tensor
+    sym_BN: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,7 @@ class Features:
     msa_mask_BSN        1 where a row is
     extra_msa_BEN       letters 0..22; extra_has_deletion_BEN and extra_deletion_BEN as above; extra_mask_BEN
     templates           None where there are none
+    chains              of a complex, whose target_BNF has no channel for breaks (21); else None
     """
 
     aatype_BN: Tensor
@@ -67,6 +89,7 @@ class Features:
     extra_deletion_BEN: Tensor
     extra_mask_BEN: Tensor
     templates: TemplateFeatures | None = None
+    chains: ChainIds | None = None
 
     @property
     def num_residues(self) -> int:
@@ -80,7 +103,8 @@ class Features:
     def map(self, function: Callable[[Tensor], Tensor]) -> "Features":
         """`function` applied to every tensor."""
         templates = None if self.templates is None else _mapped(self.templates, function)
-        return _mapped(replace(self, templates=None), function, templates=templates)
+        chains = None if self.chains is None else _mapped(self.chains, function)
+        return _mapped(replace(self, templates=None, chains=None), function, templates=templates, chains=chains)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Features":
         """Move to a device, with floating-point features in `dtype`, but coordinates in at least fp32."""

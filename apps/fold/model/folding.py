@@ -27,11 +27,15 @@ from apps.fold.model.torsions import atom37_of_atom14, table
 
 @dataclass(frozen=True)
 class Recycled:
-    """One iteration's results for the next: m's first row, z, and positions of CB in Angstrom."""
+    """One iteration's results for the next: m's first row, z, and positions of CB in Angstrom.
+
+    alpha_BN3  those of CA, where the model asks for them (`FoldingModel.settled`)
+    """
 
     msa_BND: Tensor
     pair_BNNZ: Tensor
     pseudo_beta_BN3: Tensor
+    alpha_BN3: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Folding:
     msa_BSND, pair_BNNZ, single_BND    representations; template rows are cut off the MSA
     structure                          frames, torsions and atoms of every layer
     positions_BN373, atom_mask_BN37    atoms of the last layer, Angstrom
+    num_recycles                       iterations before the last one
     """
 
     msa_BSND: Tensor
@@ -49,22 +54,30 @@ class Folding:
     structure: Structure
     positions_BN373: Tensor
     atom_mask_BN37: Tensor
+    num_recycles: int
 
 
 class FoldingModel(nn.Module, ABC):
     """The iterations.  A model gives `trunk`, `pair_rows` and `beta_of`, and the modules below."""
 
     config: ModelConfig
+    compares_alphas = False
     single: Linear
     structure_module: StructureModule
 
     def fold(self, iterations: Sequence[Features]) -> Folding:
-        """One recycling iteration for each element of `iterations` (the same object again, or drawn anew)."""
-        recycled = None
-        for index in range(len(iterations) - 1):  # one by one: a sequence may fetch them as they are asked for
+        """One recycling iteration for each element of `iterations` (the same object again, or drawn anew).
+
+        A model may settle before: the element behind those that it has taken is then the last.
+        """
+        recycled, done = None, 0
+        while done < len(iterations) - 1:  # one by one: a sequence may fetch them as they are asked for
             with torch.no_grad():
-                recycled = self._recycled(iterations[index], recycled)
-        features = iterations[-1]
+                last, recycled = recycled, self._recycled(iterations[done], recycled)
+                done += 1
+                if self.settled(last, recycled, iterations[done].mask_BN):
+                    break
+        features = iterations[done]
         msa_BSND, pair_BNNZ, structure, single_BND = self._iterate(features, recycled)
         return Folding(
             msa_BSND,
@@ -73,13 +86,19 @@ class FoldingModel(nn.Module, ABC):
             structure,
             atom37_of_atom14(features.aatype_BN, structure.atom14[-1]),
             table(residues.ATOM37_MASK, features.aatype_BN) * features.mask_BN[..., None],
+            done,
         )
+
+    def settled(self, last: Recycled | None, now: Recycled, mask_BN: Tensor) -> bool:
+        """Whether the iteration to come is the last, from what this one and the one before it found."""
+        return False
 
     def _recycled(self, features: Features, recycled: Recycled | None) -> Recycled:
         msa_BSND, pair_BNNZ, structure, _ = self._iterate(features, recycled)
         positions = atom37_of_atom14(features.aatype_BN, structure.atom14[-1])
         first_row = msa_BSND[:, 0].clone()  # a view would keep the whole MSA
-        return Recycled(first_row, pair_BNNZ, self.beta_of(features.aatype_BN, positions))
+        alpha_BN3 = positions[:, :, residues.CA].clone() if self.compares_alphas else None
+        return Recycled(first_row, pair_BNNZ, self.beta_of(features.aatype_BN, positions), alpha_BN3)
 
     def _iterate(self, features: Features, recycled: Recycled | None) -> tuple[Tensor, Tensor, Structure, Tensor]:
         msa_BSND, pair_BNNZ = self.trunk(features, recycled)

@@ -90,13 +90,38 @@ def predicted_tm_score(logits: Tensor, mask: Tensor) -> Tensor:
 
 def aligned_tm_scores(logits: Tensor, mask: Tensor) -> Tensor:
     """Expected TM-score when aligned on each of some residues: logits[.., I, N, X], mask[.., N] -> [.., I]."""
-    length = mask.sum(-1).clamp(min=19)
-    d0 = 1.24 * (length - 15) ** (1 / 3) - 1.8
     centres = _error_centres(logits)
-    terms = 1 / (1 + centres**2 / d0[..., None].to(centres) ** 2)
+    terms = _tm_terms(centres, mask.sum(-1))
     expected = (torch.softmax(logits.to(centres.dtype), -1) * terms[..., None, None, :]).sum(-1)
     weights = mask.to(expected.dtype)
     return (expected * weights[..., None, :]).sum(-1) / (1e-8 + weights.sum(-1, keepdim=True))
+
+
+def chain_tm_scores(logits: Tensor, chains: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Expected TM-scores when aligned on each of some residues of a complex, over residues of other chains alone.
+
+    logits[I, N, X], chains[N] from 0 and own[I], those of the rows -> [I] over all other chains, with the complex's
+    length in d0 (Evans et al. 2021, equation 2), and [I, chains] over each, with the length of both chains; the own
+    chain's is over itself, with its length
+    """
+    centres = _error_centres(logits)
+    shares = torch.softmax(logits.to(centres.dtype), -1)
+    lengths = torch.bincount(chains)
+    others = (chains != own[:, None]).to(shares.dtype)
+    across = (shares @ _tm_terms(centres, chains.new_tensor(len(chains))) * others).sum(-1) / (1e-8 + others.sum(-1))
+    by_chain = shares.new_zeros(len(own), len(lengths))
+    for mine in own.unique().tolist():
+        rows = own == mine
+        for other in range(len(lengths)):
+            length = lengths[mine] if other == mine else lengths[mine] + lengths[other]
+            by_chain[rows, other] = (shares[rows][:, chains == other] @ _tm_terms(centres, length)).mean(-1)
+    return across, by_chain
+
+
+def _tm_terms(centres: Tensor, length: Tensor) -> Tensor:
+    """1 / (1 + (error / d0)^2) of each bin, [.., X], with d0 of a length [..], at least 19."""
+    d0 = 1.24 * (length.clamp(min=19) - 15) ** (1 / 3) - 1.8
+    return 1 / (1 + centres**2 / d0[..., None].to(centres) ** 2)
 
 
 def max_aligned_error(num_bins: int = 64) -> float:

@@ -1,13 +1,16 @@
 """The model that a configuration describes."""
 
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ESMFoldConfig, ModelConfig
+from apps.fold.model.config import ESMFoldConfig, ModelConfig, MultimerConfig
 from apps.fold.model.esmfold import ESMFold, ESMFoldHeads
 from apps.fold.model.heads import Heads
+from apps.fold.model.multimer import Multimer
 
 Network = AlphaFold | ESMFold
 NetworkHeads = Heads | ESMFoldHeads
 
 
 def network(config: ModelConfig) -> Network:
-    return ESMFold(config) if isinstance(config, ESMFoldConfig) else AlphaFold(config)
+    if isinstance(config, ESMFoldConfig):
+        return ESMFold(config)
+    return Multimer(config) if isinstance(config, MultimerConfig) else AlphaFold(config)

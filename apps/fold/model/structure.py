@@ -66,28 +66,45 @@ class InvariantPointAttention(nn.Module):
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.query_points, self.value_points = config.query_points, config.value_points
         H = config.num_heads
-        self.query = Linear(config.dim, H * config.head_dim)
-        self.key_value = Linear(config.dim, 2 * H * config.head_dim)
-        self.query_point = Linear(config.dim, 3 * H * config.query_points)
-        self.key_value_point = Linear(config.dim, 3 * H * (config.query_points + config.value_points))
+        self.build_projections(config)
         self.bias = Linear(pair_dim, H)
         self.point_weight = nn.Parameter(torch.empty(H))
         self.out = Linear(H * (config.head_dim + 4 * config.value_points + pair_dim), config.dim, init="zero")
         self.reset_parameters()
 
+    def build_projections(self, config: StructureConfig) -> None:
+        """The linear maps that `scalars` and `points` apply."""
+        H = config.num_heads
+        self.query = Linear(config.dim, H * config.head_dim)
+        self.key_value = Linear(config.dim, 2 * H * config.head_dim)
+        self.query_point = Linear(config.dim, 3 * H * config.query_points)
+        self.key_value_point = Linear(config.dim, 3 * H * (config.query_points + config.value_points))
+
     def reset_parameters(self) -> None:
         nn.init.constant_(self.point_weight, math.log(math.e - 1))  # softplus of it is 1
 
     def forward(self, s_BND: Tensor, z_BNNZ: Tensor, frames: Frames, mask_BN: Tensor) -> Tensor:
+        q_BNHK, k_BNHK, v_BNHK = self.scalars(s_BND)
+        q_BNHP3, k_BNHP3, v_BNHV3 = self.points(s_BND, frames)
+        keys = Keys(k_BNHK, k_BNHP3, v_BNHK, v_BNHV3, mask_BN)
+        return self.out(self.gather(q_BNHK, q_BNHP3, frames, mask_BN, z_BNNZ, keys))
+
+    def scalars(self, s_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, N, H, K]."""
         heads = (self.num_heads, -1)
-        q_BNHK = self.query(s_BND).unflatten(-1, heads)
         k_BNHK, v_BNHK = self.key_value(s_BND).unflatten(-1, heads).split(self.head_dim, -1)
+        return self.query(s_BND).unflatten(-1, heads), k_BNHK, v_BNHK
+
+    def points(self, s_BND: Tensor, frames: Frames) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [B, N, H, P, 3] and values [B, N, H, V, 3] in global coordinates."""
         q_BNHP3 = self._points(self.query_point(s_BND), frames)
         kv_BNHP3 = self._points(self.key_value_point(s_BND), frames)
         k_BNHP3, v_BNHV3 = kv_BNHP3.split([self.query_points, self.value_points], 3)
+        return q_BNHP3, k_BNHP3, v_BNHV3
 
-        keys = Keys(k_BNHK, k_BNHP3, v_BNHK, v_BNHV3, mask_BN)
-        return self.out(self.gather(q_BNHK, q_BNHP3, frames, mask_BN, z_BNNZ, keys))
+    def lengths(self, squared: Tensor) -> Tensor:
+        """Lengths of points from their squares, with gradients at 0."""
+        return torch.sqrt(squared + 1e-8)
 
     def gather(
         self, q_BIHK: Tensor, q_BIHP3: Tensor, frames_BI: Frames, mask_BI: Tensor, z_BINZ: Tensor, keys: "Keys"
@@ -106,8 +123,8 @@ class InvariantPointAttention(nn.Module):
         narrow = weights_BHIN.to(keys.v_BNHK.dtype)
         o_BIHK = torch.einsum("bhij,bjhk->bihk", narrow, keys.v_BNHK)
         point_BIHV3 = torch.einsum("bhij,bjhvx->bihvx", weights_BHIN, keys.v_BNHV3)
-        local = _per_residue(frames_BI, 2).inverse_apply(point_BIHV3).flatten(2, 3)
-        length = torch.sqrt((local * local).sum(-1) + 1e-8)
+        local = per_residue(frames_BI, 2).inverse_apply(point_BIHV3).flatten(2, 3)
+        length = self.lengths((local * local).sum(-1))
         pair_BIHZ = torch.einsum("bhij,bijz->bihz", narrow, z_BINZ)
         points = torch.cat([*local.unbind(-1), length], -1).to(o_BIHK.dtype)
         return torch.cat([o_BIHK.flatten(2), points, pair_BIHZ.flatten(2)], -1)
@@ -115,10 +132,10 @@ class InvariantPointAttention(nn.Module):
     def _points(self, x_BNX: Tensor, frames: Frames) -> Tensor:
         """Global points [B, N, H, P, 3] of local ones, which come as all x, then all y, then all z."""
         local = x_BNX.to(frames.rotation.dtype).unflatten(-1, (3, self.num_heads, -1)).movedim(2, -1)
-        return _per_residue(frames, 2).apply(local)
+        return per_residue(frames, 2).apply(local)
 
 
-def _per_residue(frames: Frames, num_dims: int) -> Frames:
+def per_residue(frames: Frames, num_dims: int) -> Frames:
     """Frames [B, N] with dims of one element behind N, for `num_dims` dims of points."""
     rotation, translation = frames.rotation, frames.translation
     for _ in range(num_dims):

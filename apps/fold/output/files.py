@@ -4,17 +4,22 @@ pLDDT stands in the B-factor column of both. The PAE's json has the schema of th
 """
 
 import json
+import string
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from apps.fold.features.sequences import chain_id
 from apps.fold.model import residues
 from apps.fold.model.heads import distogram_edges, max_aligned_error
 from apps.fold.output.confidence import Folded
+from apps.fold.output.interfaces import interfaces
 
 PDB_ATOMS, PDB_RESIDUES = 99_999, 9_999  # what the format can number
+PDB_CHAINS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 JSON_RESIDUES = 3_000  # beyond, the PAE is written as npz only
 
 
@@ -29,15 +34,66 @@ def atoms(folded: Folded) -> list[tuple[int, str, str, np.ndarray, float]]:
     return listed
 
 
+@dataclass(frozen=True)
+class _Numbering:
+    """Of each residue its chain's id, its chain's entity and its number in the chain, as text."""
+
+    chains: list[str]
+    entities: list[str]
+    numbers: list[str]
+
+
+def _numbering(folded: Folded) -> _Numbering:
+    found = _Numbering([], [], [])
+    sequences = [folded.sequence[rows] for rows in folded.chain_rows()]
+    known = list(dict.fromkeys(sequences))
+    for number, sequence in enumerate(sequences, 1):
+        found.chains.extend([chain_id(number)] * len(sequence))
+        found.entities.extend([str(known.index(sequence) + 1)] * len(sequence))
+        found.numbers.extend(map(str, range(1, len(sequence) + 1)))
+    return found
+
+
+def _entities(folded: Folded, name: str) -> dict[str, Any]:
+    """The categories of sequences and of the chains that have them."""
+    sequences = [folded.sequence[rows] for rows in folded.chain_rows()]
+    known = list(dict.fromkeys(sequences))
+    ids = [chain_id(number) for number in range(1, len(sequences) + 1)]
+    of_entity = [",".join(one for one, sequence in zip(ids, sequences) if sequence == entity) for entity in known]
+    numbers = [str(number) for number in range(1, len(known) + 1)]
+    rows = [
+        (str(entity), str(at), residues.THREE_LETTERS.get(letter, "UNK"))
+        for entity, sequence in enumerate(known, 1)
+        for at, letter in enumerate(sequence, 1)
+    ]
+    names = [name] if len(known) == 1 else [f"{name}, sequence {number}" for number in numbers]
+    return {
+        "_entity.id": numbers,
+        "_entity.type": ["polymer"] * len(known),
+        "_entity.pdbx_description": names,
+        "_entity_poly.entity_id": numbers,
+        "_entity_poly.type": ["polypeptide(L)"] * len(known),
+        "_entity_poly.pdbx_strand_id": of_entity,
+        "_entity_poly.pdbx_seq_one_letter_code": known,
+        "_struct_asym.id": ids,
+        "_struct_asym.entity_id": [str(known.index(sequence) + 1) for sequence in sequences],
+        "_entity_poly_seq.entity_id": [row[0] for row in rows],
+        "_entity_poly_seq.num": [row[1] for row in rows],
+        "_entity_poly_seq.mon_id": [row[2] for row in rows],
+    }
+
+
 def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
-    """One chain A, residues numbered from 1."""
+    """Chains A to Z, then AA, BA, …; residues are numbered from 1 in each."""
     from Bio.PDB.mmcifio import MMCIFIO
 
     listed = atoms(folded)
     three = [residues.THREE_LETTERS.get(letter, "UNK") for letter in folded.sequence]
-    numbers = [str(number) for number in range(1, len(three) + 1)]
+    at = _numbering(folded)
+    ordinals = [str(number) for number in range(1, len(three) + 1)]
     count = len(listed)
-    rows = [str(row + 1) for row, *_ in listed]
+    rows = [at.numbers[row] for row, *_ in listed]
+    chains = [at.chains[row] for row, *_ in listed]
     names, atom_names = [a[1] for a in listed], [a[2] for a in listed]
     xyz = [[f"{a[3][axis]:.3f}" for a in listed] for axis in range(3)]
     plddt = [f"{value:.2f}" for value in folded.plddt]
@@ -48,18 +104,7 @@ def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
             "_entry.id": name,
             "_struct.entry_id": name,
             "_struct.title": title,
-            "_entity.id": ["1"],
-            "_entity.type": ["polymer"],
-            "_entity.pdbx_description": [name],
-            "_entity_poly.entity_id": ["1"],
-            "_entity_poly.type": ["polypeptide(L)"],
-            "_entity_poly.pdbx_strand_id": ["A"],
-            "_entity_poly.pdbx_seq_one_letter_code": [folded.sequence],
-            "_struct_asym.id": ["A"],
-            "_struct_asym.entity_id": ["1"],
-            "_entity_poly_seq.entity_id": ["1"] * len(three),
-            "_entity_poly_seq.num": numbers,
-            "_entity_poly_seq.mon_id": three,
+            **_entities(folded, name),
             "_ma_qa_metric.id": ["1", "2"],
             "_ma_qa_metric.mode": ["global", "local"],
             "_ma_qa_metric.name": ["pLDDT", "pLDDT"],
@@ -69,10 +114,10 @@ def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
             "_ma_qa_metric_global.model_id": ["1"],
             "_ma_qa_metric_global.metric_id": ["1"],
             "_ma_qa_metric_global.metric_value": [f"{folded.mean_plddt:.2f}"],
-            "_ma_qa_metric_local.ordinal_id": numbers,
+            "_ma_qa_metric_local.ordinal_id": ordinals,
             "_ma_qa_metric_local.model_id": ["1"] * len(three),
-            "_ma_qa_metric_local.label_asym_id": ["A"] * len(three),
-            "_ma_qa_metric_local.label_seq_id": numbers,
+            "_ma_qa_metric_local.label_asym_id": at.chains,
+            "_ma_qa_metric_local.label_seq_id": at.numbers,
             "_ma_qa_metric_local.label_comp_id": three,
             "_ma_qa_metric_local.metric_id": ["2"] * len(three),
             "_ma_qa_metric_local.metric_value": plddt,
@@ -82,8 +127,8 @@ def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
             "_atom_site.label_atom_id": atom_names,
             "_atom_site.label_alt_id": ["."] * count,
             "_atom_site.label_comp_id": names,
-            "_atom_site.label_asym_id": ["A"] * count,
-            "_atom_site.label_entity_id": ["1"] * count,
+            "_atom_site.label_asym_id": chains,
+            "_atom_site.label_entity_id": [at.entities[row] for row, *_ in listed],
             "_atom_site.label_seq_id": rows,
             "_atom_site.pdbx_PDB_ins_code": ["?"] * count,
             "_atom_site.Cartn_x": xyz[0],
@@ -92,7 +137,7 @@ def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
             "_atom_site.occupancy": ["1.0"] * count,
             "_atom_site.B_iso_or_equiv": [f"{a[4]:.2f}" for a in listed],
             "_atom_site.auth_seq_id": rows,
-            "_atom_site.auth_asym_id": ["A"] * count,
+            "_atom_site.auth_asym_id": chains,
             "_atom_site.pdbx_PDB_model_num": ["1"] * count,
         }
     )
@@ -100,11 +145,16 @@ def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
 
 
 def fits_pdb(folded: Folded) -> bool:
-    return len(folded.sequence) <= PDB_RESIDUES and int(folded.mask.sum()) <= PDB_ATOMS
+    longest = max(folded.lengths, default=len(folded.sequence))
+    return (
+        longest <= PDB_RESIDUES
+        and int(folded.mask.sum()) + len(folded.lengths) <= PDB_ATOMS
+        and len(folded.lengths) <= len(PDB_CHAINS)
+    )
 
 
 def write_pdb(path: Path, folded: Folded, title: str) -> None:
-    """One chain A, residues numbered from 1; only what `fits_pdb`."""
+    """Chains of one letter, residues numbered from 1 in each; only what `fits_pdb`."""
     from Bio.PDB.PDBIO import PDBIO
     from Bio.PDB.StructureBuilder import StructureBuilder
 
@@ -112,12 +162,16 @@ def write_pdb(path: Path, folded: Folded, title: str) -> None:
     builder = StructureBuilder()
     builder.init_structure("model")
     builder.init_model(0)
-    builder.init_chain("A")
-    builder.init_seg("    ")
-    last = -1
+    begins = {rows.start: letter for rows, letter in zip(folded.chain_rows(), PDB_CHAINS)}
+    last, first = -1, 0
     for row, three, name, position, plddt in atoms(folded):
+        for start in range(last + 1, row + 1):  # a chain may begin with residues without atoms
+            if start in begins:
+                builder.init_chain(begins[start])
+                builder.init_seg("    ")
+                first = start
         if row != last:
-            builder.init_residue(three, " ", row + 1, " ")
+            builder.init_residue(three, " ", row - first + 1, " ")
             last = row
         builder.init_atom(name, position, plddt, 1.0, " ", f" {name:<3}" if len(name) < 4 else name, None, name[0])
     io = PDBIO()
@@ -137,6 +191,7 @@ def write_confidence(folder: Path, stem: str, folded: Folded, extra: dict[str, A
         **extra,
         "mean_plddt": round(folded.mean_plddt, 3),
         "ptm": None if folded.ptm is None else round(folded.ptm, 4),
+        **interfaces(folded),
         "plddt": [round(float(value), 2) for value in folded.plddt],
     }
     (folder / f"{stem}_confidence.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")

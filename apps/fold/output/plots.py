@@ -18,6 +18,8 @@ def plot(folder: Path, stem: str, folded: Folded, title: str) -> None:
     axes = figure.add_axes((0.07, 0.17, 0.915, 0.72))
     _draw_plddt(axes, folded)
     axes.set_title(f"{title}: mean pLDDT {folded.mean_plddt:.1f}", fontsize=10)
+    for border in _borders(folded):
+        axes.axvline(border, color="#333333", linewidth=0.8)
     figure.savefig(folder / f"{stem}_plddt.png", dpi=120)
     if folded.pae is None:
         return
@@ -27,8 +29,17 @@ def plot(folder: Path, stem: str, folded: Folded, title: str) -> None:
     image = axes.imshow(folded.pae, cmap="Greens_r", vmin=0, vmax=31.75, extent=(0.5, end, end, 0.5))
     figure.colorbar(image, cax=figure.add_axes((0.83, 0.12, 0.035, 0.8)), label="expected position error (Å)")
     axes.set(xlabel="scored residue", ylabel="aligned residue")
-    axes.set_title(f"{title}: pTM {folded.ptm:.2f}", fontsize=10)
+    for border in _borders(folded):
+        axes.axvline(border, color="black", linewidth=0.8)
+        axes.axhline(border, color="black", linewidth=0.8)
+    of_interfaces = "" if folded.iptm is None else f", ipTM {folded.iptm:.2f}"
+    axes.set_title(f"{title}: pTM {folded.ptm:.2f}{of_interfaces}", fontsize=10)
     figure.savefig(folder / f"{stem}_pae.png", dpi=120)
+
+
+def _borders(folded: Folded) -> list[float]:
+    """Between chains."""
+    return [rows.start + 0.5 for rows in folded.chain_rows()[1:]]
 
 
 def _draw_plddt(axes: Any, folded: Folded) -> None:

@@ -33,6 +33,7 @@ from apps.fold.model.features import Features, TemplateFeatures
 from apps.fold.model.folding import FoldingModel
 from apps.fold.model.layers import Transition
 from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
+from apps.fold.model.multimer import Multimer, MultimerPointAttention
 from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention, Keys
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
@@ -314,6 +315,7 @@ def _bytes(x: Tensor) -> int:
 
 OPERATIONS: dict[type[nn.Module], Operation] = {
     AlphaFold: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _embed_work, 1),
+    Multimer: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _embed_work, 1),
     ESMFold: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _distance_work, 1),
     TemplatePairEmbedder: Operation("forward", _template_pairs, lambda _, z, *rest: z.shape[1], _template_work),
     ExtraEmbedder: Operation("forward", _extra, lambda _, features: features.extra_msa_BEN.shape[1], _extra_work, None),
@@ -326,6 +328,7 @@ OPERATIONS: dict[type[nn.Module], Operation] = {
     TriangleMultiplication: Operation("forward", multiply, lambda _, z, mask: z.shape[1], _product_work),
     TriangleAttention: Operation("forward", _triangle_attention, lambda _, z, mask: z.shape[1], _edges_work),
     InvariantPointAttention: Operation("gather", _gather, lambda _, q, *rest: q.shape[1], _gather_work, None),
+    MultimerPointAttention: Operation("gather", _gather, lambda _, q, *rest: q.shape[1], _gather_work, None),
 }
 
 

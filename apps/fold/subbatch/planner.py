@@ -31,9 +31,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from apps.fold.model.config import ESMFoldConfig, ModelConfig
+from apps.fold.model.config import MULTIMER_TARGET_DIM, TARGET_DIM, ESMFoldConfig, ModelConfig, MultimerConfig
 from apps.fold.model.embedders import TemplatePairEmbedder
-from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.features import ChainIds, Features, TemplateFeatures
+from apps.fold.model.multimer import Multimer
 from apps.fold.model.network import Network, network
 from apps.fold.model.structure import Structure
 from apps.fold.model.triangle import TriangleMultiplication
@@ -244,7 +245,10 @@ class _Survey:
             found = model.fold([features])
             self._visit_heads(model, found.pair_BNNZ, features.mask_BN)
         B, N = features.aatype_BN.shape
-        last = B * N * (short.msa_dim * self.job.dtype.itemsize + 12)  # of later iterations: what recycling hands on
+        points = 24 if isinstance(model, Multimer) else 12  # bytes of CB, and of CA
+        last = (
+            B * N * (short.msa_dim * self.job.dtype.itemsize + points)
+        )  # of later iterations: what recycling hands on
         layers = (self.job.config.structure.num_layers - 1) * layer_bytes(found.structure)
         for name, turn in self.turns.items():
             of_layers = layers if name == HEADS or name.startswith("structure_module") else 0
@@ -576,7 +580,7 @@ def _num_parameters(config: ModelConfig) -> int:
 
 def meta_features(job: FoldJob) -> Features:
     """Features of the job's sizes without values."""
-    N, S, E = job.residues, job.rows, job.extra
+    N, S, E, complexes = job.residues, job.rows, job.extra, isinstance(job.config, MultimerConfig)
     T = job.templates if job.config.templates is not None else 0
 
     def real(*shape: int) -> Tensor:
@@ -587,14 +591,18 @@ def meta_features(job: FoldJob) -> Features:
 
     templates = None
     if T:
-        points = torch.empty(1, T, N, 3, dtype=torch.promote_types(job.dtype, torch.float32), device="meta")
+        wide = torch.promote_types(job.dtype, torch.float32)
+        points = torch.empty(1, T, N, 3, dtype=wide, device="meta")
+        backbone = torch.empty(1, T, N, 3, 3, dtype=wide, device="meta") if complexes else None
         templates = TemplateFeatures(
             whole(1, T, N), real(1, T), points, real(1, T, N), real(1, T, N), real(1, T, N, 7, 2),
-            real(1, T, N, 7, 2), real(1, T, N, 7),
+            real(1, T, N, 7, 2), real(1, T, N, 7), backbone,
         )  # fmt: skip
+    target = MULTIMER_TARGET_DIM if complexes else TARGET_DIM
     return Features(
-        whole(1, N), whole(1, N), real(1, N), real(1, N, 22), real(1, S, N, 49), real(1, S, N), whole(1, E, N),
+        whole(1, N), whole(1, N), real(1, N), real(1, N, target), real(1, S, N, 49), real(1, S, N), whole(1, E, N),
         real(1, E, N), real(1, E, N), real(1, E, N), templates,
+        ChainIds(whole(1, N), whole(1, N), whole(1, N)) if complexes else None,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ structure layers (which share their weights), is as in the released models unles
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,25 @@ from apps.fold.model.config import (
     EvoformerConfig,
     HeadsConfig,
     ModelConfig,
+    MultimerConfig,
     PairConfig,
     StructureConfig,
     TemplateConfig,
+    multimer_preset,
 )
 from apps.fold.weights.table import ROOT, PublishedTensor, name_table
 from core.config import UserError
 from core.files import replacing
 
-_MULTIMER = f"{ROOT}evoformer/~_relative_encoding/position_activations//weights"
-_BLOCK = f"{ROOT}evoformer/evoformer_iteration/"
+MULTIMER_KEY = f"{ROOT}evoformer/~_relative_encoding/position_activations//weights"
+_ITERATION = "evoformer/evoformer_iteration"
+_BLOCK = f"{ROOT}{_ITERATION}/"
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file of AlphaFold's weights, nothing in it executed.
 
-    Raises UserError for a file that cannot be read, for other arrays, and for the weights of a multimer.
+    Raises UserError for a file that cannot be read, and for other arrays.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -44,11 +48,6 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     for name, array in arrays.items():
         if array.dtype.kind != "f":
             raise UserError(f"{path} has no numbers in {name} but {array.dtype}; copy it again")
-    if _MULTIMER in arrays:
-        raise UserError(
-            f"{path} holds the weights of a multimer model, which is not supported; "
-            "take params_model_1 to params_model_5, with or without _ptm"
-        )
     if not any(name.startswith(_BLOCK) for name in arrays):
         raise UserError(f"{path} holds no AlphaFold weights (no key begins with {_BLOCK}); give params_model_*.npz")
     return arrays
@@ -56,6 +55,9 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def config_of(shapes: Mapping[str, tuple[int, ...]], origin: object = "the file") -> ModelConfig:
     """The model that arrays of these shapes belong to.  Raises UserError when a key that tells is missing."""
+
+    complexes = MULTIMER_KEY in shapes
+    fused = f"{ROOT}{_ITERATION}/triangle_multiplication_outgoing/projection//weights" in shapes
 
     def at(key: str) -> tuple[int, ...]:
         if ROOT + key not in shapes:
@@ -78,12 +80,22 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], origin: object = "the file"
         return PairConfig(
             num_heads=heads,
             head_dim=head_dim,
-            product_dim=at(f"{scope}/triangle_multiplication_outgoing/left_projection//weights")[2],
+            product_dim=product(f"{scope}/triangle_multiplication_outgoing"),
             transition_factor=at(f"{scope}/pair_transition/transition1//weights")[2] // dim,
         )
 
+    def product(scope: str) -> int:
+        return at(f"{scope}/projection//weights")[2] // 2 if fused else at(f"{scope}/left_projection//weights")[2]
+
     templates, embedding = None, "evoformer/template_embedding"
-    if f"{ROOT}{embedding}/attention//query_w" in shapes:
+    if complexes:
+        stacked = f"{embedding}/single_template_embedding/template_embedding_iteration"
+        templates = TemplateConfig(
+            dim=at(f"{embedding}/output_linear//weights")[0],
+            num_blocks=at(f"{stacked}/pair_transition/transition1//weights")[0],
+            pair=pair(stacked),
+        )
+    elif f"{ROOT}{embedding}/attention//query_w" in shapes:
         inner = f"{embedding}/single_template_embedding"
         stacked = f"{inner}/template_pair_stack/__layer_stack_no_state"
         _, heads, head_dim = at(f"{embedding}/attention//query_w")
@@ -95,7 +107,8 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], origin: object = "the file"
             head_dim=head_dim,
         )
     pae = f"{ROOT}predicted_aligned_error_head/logits//bias"
-    return ModelConfig(
+    kind = partial(MultimerConfig, fused_products=fused, **_rows_of(fused)) if complexes else ModelConfig
+    return kind(
         msa_dim=at("evoformer/preprocess_msa//bias")[0],
         pair_dim=at("evoformer/left_single//bias")[0],
         single_dim=at("evoformer/single_activations//bias")[0],
@@ -103,7 +116,7 @@ def config_of(shapes: Mapping[str, tuple[int, ...]], origin: object = "the file"
         evoformer=stack("evoformer/evoformer_iteration"),
         extra=stack("evoformer/extra_msa_stack"),
         templates=templates,
-        structure=_structure_of(at),
+        structure=_structure_of_complexes(at) if complexes else _structure_of(at),
         heads=HeadsConfig(
             plddt_dim=at("predicted_lddt_head/act_0//bias")[0],
             plddt_bins=at("predicted_lddt_head/logits//bias")[0],
@@ -130,6 +143,27 @@ def _structure_of(at) -> StructureConfig:
     )
 
 
+def _structure_of_complexes(at) -> StructureConfig:
+    fold = "structure_module/fold_iteration"
+    ipa = f"{fold}/invariant_point_attention"
+    dim, heads, head_dim = at(f"{ipa}/q_scalar_projection//weights")
+    return StructureConfig(
+        dim=dim,
+        num_heads=heads,
+        head_dim=head_dim,
+        query_points=at(f"{ipa}/q_point_projection/point_projection//bias")[1] // 3,
+        value_points=at(f"{ipa}/v_point_projection/point_projection//bias")[1] // 3,
+        angle_dim=at(f"{fold}/rigid_sidechain/unnormalized_angles//weights")[0],
+        length_scale=MultimerConfig().structure.length_scale,
+    )
+
+
+def _rows_of(fused: bool) -> dict[str, int]:
+    """Rows that complexes' models read, as released: those of version 3, or of 1 and 2, which no array tells apart."""
+    version = multimer_preset("model_1_multimer_v3" if fused else "model_1_multimer")
+    return {"max_msa": version.max_msa, "max_extra_msa": version.max_extra_msa}
+
+
 def parameters_of(arrays: Mapping[str, np.ndarray], config: ModelConfig, origin: object) -> dict[str, Tensor]:
     """Our parameters by name, every key consumed exactly once.
 
@@ -147,7 +181,7 @@ def check_names(
     origin: object,
     expected: Mapping[str, tuple[int, ...]],
     given: Mapping[str, tuple[int, ...]],
-    wanted: str = "weights of a monomer or ptm model",
+    wanted: str = "weights of a released model",
 ) -> None:
     """Raises UserError unless both hold the same names with the same shapes; `wanted` is what should be given."""
     missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
@@ -166,9 +200,12 @@ def _some(names: Iterable[str]) -> str:
 
 def _to_ours(array: np.ndarray, source: PublishedTensor) -> Tensor:
     value = torch.from_numpy(array if source.block is None else array[source.block[0]])
-    if not source.num_inputs:
-        return value.reshape(-1)
-    return value.reshape(source.our_shape[::-1]).T
+    rows = value.reshape(source.our_shape[::-1]).T if source.num_inputs else value.reshape(-1)
+    return _halves_swapped(rows) if source.swapped else rows
+
+
+def _halves_swapped(rows: Tensor) -> Tensor:
+    return rows.roll(len(rows) // 2, 0)
 
 
 def arrays_of(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, np.ndarray]:
@@ -179,6 +216,7 @@ def arrays_of(parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str
         for source in entry.sources:
             rows = value[first : first + source.our_shape[0]]
             first += source.our_shape[0]
+            rows = _halves_swapped(rows) if source.swapped else rows
             theirs = (rows.T if source.num_inputs else rows).reshape(source.shape).numpy()
             if source.block is None:
                 arrays[source.key] = theirs.copy()
@@ -198,7 +236,7 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def load_npz(path: Path, num_recycles: int | None = None, num_layers: int | None = None) -> tuple[ModelConfig, dict]:
     """The model's configuration and its parameters by our names.
 
-    num_recycles, num_layers  what the arrays do not say; None: as released, 3 and 8
+    num_recycles, num_layers  what the arrays do not say; None: as released, 3 (for complexes 20) and 8
     """
     arrays = read_npz(path)
     config = config_of({name: array.shape for name, array in arrays.items()}, path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from apps.fold.model.config import ModelConfig
+from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.weights.alphafold import check_names
 from apps.fold.weights.table import name_table
 from core.config import UserError, as_json
@@ -30,7 +30,9 @@ def save_folder(folder: Path, config: ModelConfig, parameters: dict[str, Tensor]
 def load_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The model's configuration and its parameters.  Raises UserError for a folder of another kind or a damaged one."""
     stored = _stored(folder)
-    config = _from_json(ModelConfig, stored.get("model"), f"{folder}/config.json")
+    model = stored.get("model")
+    complexes = isinstance(model, dict) and "recycle_tolerance" in model
+    config = _from_json(MultimerConfig if complexes else ModelConfig, model, f"{folder}/config.json")
     weights = Weights(folder)
     expected = {entry.name: entry.shape for entry in name_table(config)}
     check_names(folder, expected, {name: tuple(value.shape) for name, value in weights.items()})

@@ -3,20 +3,22 @@
 import hashlib
 import os
 import re
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from apps.fold.model.config import ESMFoldConfig, ModelConfig, preset
+from apps.fold.model.config import ESMFoldConfig, ModelConfig, MultimerConfig, released
 from apps.fold.model.esmfold import ESMFold
 from apps.fold.model.network import Network, network
-from apps.fold.weights.alphafold import load_npz
+from apps.fold.weights.alphafold import MULTIMER_KEY, load_npz
 from apps.fold.weights.esmfold import is_esmfold, load_esmfold
 from apps.fold.weights.folder import load_folder
 from apps.fold.weights.openfold import load_pt
 from core.config import UserError
+from core.weights import read_json
 
 WHERE = (
     "AlphaFold's lie at https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar "
@@ -45,8 +47,20 @@ def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def _named(path: Path, config: ModelConfig, parameters: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Where the file's name is a released model's, with that model's number of extra rows, which no array tells."""
-    name = re.search(r"model_[1-5](_ptm)?(?=$|[^0-9a-z])", path.stem)
-    return (replace(config, max_extra_msa=preset(name[0]).max_extra_msa) if name else config), parameters
+    complexes = isinstance(config, MultimerConfig)
+    suffix = r"_multimer(_v[23])?" if complexes else r"(_ptm)?"
+    name = re.search(rf"model_[1-5]{suffix}(?=$|[^0-9a-z])", path.stem)
+    return (replace(config, max_extra_msa=released(name[0]).max_extra_msa) if name else config), parameters
+
+
+def is_multimer(path: Path) -> bool:
+    """Whether these are a complex's weights, by the names in the file, or in a folder's config.json."""
+    if path.is_dir():
+        return not is_esmfold(path) and "recycle_tolerance" in read_json(path / "config.json").get("model", {})
+    if path.suffix != ".npz" or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as file:
+        return f"{MULTIMER_KEY}.npy" in file.namelist()
 
 
 def identify(path: Path) -> str:

@@ -8,25 +8,32 @@ read in both directions, so import and export cannot drift apart. What differs:
 - AlphaFold stacks the blocks of a stack along a first dim.
 - Ours joins what is multiplied by the same activations: q, k and v; a and b of the triangle product and their gates.
 - For incoming edges AlphaFold calls b left and a right; OpenFold names them as we do.
+- Of AlphaFold-Multimer version 3 has the projections of left and right in one array, as the gates; OpenFold's names are
+  not given for what it alone has.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from apps.fold.model.config import (
     EXTRA_DIM,
     MSA_DIM,
+    MULTIMER_TARGET_DIM,
+    MULTIMER_TORSION_DIM,
     RECYCLE_BINS,
     RELATIVE_POSITIONS,
     TARGET_DIM,
+    TEMPLATE_BINS,
     TEMPLATE_PAIR_DIM,
     TEMPLATE_TORSION_DIM,
     EvoformerConfig,
     ModelConfig,
+    MultimerConfig,
     PairConfig,
     StructureConfig,
 )
+from apps.fold.model.multimer import COPIES, POSITIONS
 
 ROOT = "alphafold/alphafold_iteration/"
 
@@ -38,6 +45,7 @@ class PublishedTensor:
     key       AlphaFold's `scope//leaf`; shape there, without the dim of blocks; the first `num_inputs` dims are inputs
     block     (number, how many) in a stack; None outside of stacks
     openfold  OpenFold's name
+    swapped   whether the halves of the outputs change places
     """
 
     key: str
@@ -45,6 +53,7 @@ class PublishedTensor:
     num_inputs: int
     block: tuple[int, int] | None
     openfold: str
+    swapped: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -112,35 +121,41 @@ def _joined(first: str, second: str, separator: str) -> str:
 
 
 def name_table(config: ModelConfig) -> list[Entry]:
-    """An entry for every parameter of `AlphaFold(config)`."""
+    """An entry for every parameter of `AlphaFold(config)`, or of `Multimer(config)`."""
+    complexes = isinstance(config, MultimerConfig)
     entries: list[Entry] = []
     top = Scope("", "", "", None, entries)
     _embedders(top, config)
     if config.templates is not None:
-        _templates(top, config)
+        (_template_chains if complexes else _templates)(top, config)
+    fused = complexes and config.fused_products
     for number in range(config.extra.num_blocks):
         block = (number, config.extra.num_blocks)
         names = (f"extra_blocks.{number}", "evoformer/extra_msa_stack", f"extra_msa_stack.blocks.{number}")
-        _evoformer_block(Scope(*names, block, entries), config.extra_dim, config.pair_dim, config.extra, True)
+        at = Scope(*names, block, entries)
+        _evoformer_block(at, config.extra_dim, config.pair_dim, config.extra, fused, global_columns=True)
     for number in range(config.evoformer.num_blocks):
         block = (number, config.evoformer.num_blocks)
         names = (f"blocks.{number}", "evoformer/evoformer_iteration", f"evoformer.blocks.{number}")
-        _evoformer_block(Scope(*names, block, entries), config.msa_dim, config.pair_dim, config.evoformer, False)
+        _evoformer_block(Scope(*names, block, entries), config.msa_dim, config.pair_dim, config.evoformer, fused)
     top.linear("single", "evoformer/single_activations", "evoformer.linear", (config.msa_dim, config.single_dim))
     scope = top.inside("structure_module", "structure_module", "structure_module")
-    structure(scope, config.single_dim, config.pair_dim, config.structure)
+    structure(scope, config.single_dim, config.pair_dim, config.structure, by_heads=complexes)
     _heads(top.inside("heads", "", "aux_heads"), config)
     return entries
 
 
 def _embedders(top: Scope, config: ModelConfig) -> None:
-    msa, pair = config.msa_dim, config.pair_dim
+    msa, pair, complexes = config.msa_dim, config.pair_dim, isinstance(config, MultimerConfig)
+    target = MULTIMER_TARGET_DIM if complexes else TARGET_DIM
+    positions = POSITIONS + 1 + COPIES if complexes else 2 * RELATIVE_POSITIONS + 1
     scope = top.inside("input_embedder", "evoformer", "input_embedder")
-    scope.linear("target", "preprocess_1d", "linear_tf_m", (TARGET_DIM, msa))
+    scope.linear("target", "preprocess_1d", "linear_tf_m", (target, msa))
     scope.linear("msa", "preprocess_msa", "linear_msa_m", (MSA_DIM, msa))
-    scope.linear("left", "left_single", "linear_tf_z_i", (TARGET_DIM, pair))
-    scope.linear("right", "right_single", "linear_tf_z_j", (TARGET_DIM, pair))
-    scope.linear("position", "pair_activiations", "linear_relpos", (2 * RELATIVE_POSITIONS + 1, pair))
+    scope.linear("left", "left_single", "linear_tf_z_i", (target, pair))
+    scope.linear("right", "right_single", "linear_tf_z_j", (target, pair))
+    position = "~_relative_encoding/position_activations" if complexes else "pair_activiations"
+    scope.linear("position", position, "linear_relpos", (positions, pair))
     scope = top.inside("recycling_embedder", "evoformer", "recycling_embedder")
     scope.linear("distance", "prev_pos_linear", "linear", (RECYCLE_BINS[2], pair))
     scope.norm("msa_norm", "prev_msa_first_row_norm", "layer_norm_m", msa)
@@ -178,6 +193,33 @@ def _templates(top: Scope, config: ModelConfig) -> None:
     _attention_output(attention, "out.weight", "out.bias", heads, config.pair_dim)
 
 
+def _template_chains(top: Scope, config: ModelConfig) -> None:
+    templates = config.templates
+    assert templates is not None
+    assert isinstance(config, MultimerConfig)
+    dim, torsions = templates.dim, top.inside("template_embedder.torsions", "evoformer", "")
+    torsions.linear("up", "template_single_embedding", "", (MULTIMER_TORSION_DIM, config.msa_dim))
+    torsions.linear("down", "template_projection", "", (config.msa_dim, config.msa_dim))
+    scope = top.inside("template_embedder.pairs", "evoformer/template_embedding", "")
+    scope.linear("out", "output_linear", "", (dim, config.pair_dim))
+    inner = scope.inside("", "single_template_embedding", "")
+    inner.norm("query_norm", "query_embedding_norm", "", config.pair_dim)
+    inner.norm("norm", "output_layer_norm", "", dim)
+
+    def summand(number: int, leaf: str, shape: tuple[int, ...]) -> PublishedTensor:
+        return inner.source(f"template_pair_embedding_{number}//{leaf}", "", shape, len(shape) - 1)
+
+    matrices = {"distances": (0, TEMPLATE_BINS[2]), "columns": (2, 22), "rows": (3, 22), "query": (8, config.pair_dim)}
+    for name, (number, width) in matrices.items():
+        inner.add(f"{name}.weight", summand(number, "weights", (width, dim)))
+    inner.add("scalar_weight", *(summand(number, "weights", (dim,)) for number in (1, 4, 5, 6, 7)))
+    inner.add("embed_bias", *(summand(number, "bias", (dim,)) for number in range(9)))
+    for number in range(templates.num_blocks):
+        stack = inner.inside(f"blocks.{number}", "template_embedding_iteration", "")
+        stack.block = (number, templates.num_blocks)
+        pair_updates(stack, "", "", dim, templates.pair, fused=config.fused_products)
+
+
 def _attention_output(scope: Scope, weight: str, bias: str, heads: tuple[int, int], dim: int) -> None:
     scope.add(weight, scope.source("//output_w", "linear_o.weight", (*heads, dim), 2))
     scope.add(bias, scope.source("//output_b", "linear_o.bias", (dim,), 0))
@@ -197,7 +239,9 @@ def _gate_and_output(scope: Scope, dim: int, heads: tuple[int, int]) -> None:
     _attention_output(scope, "out_weight", "out_bias", heads, dim)
 
 
-def _evoformer_block(scope: Scope, msa: int, pair: int, config: EvoformerConfig, global_columns: bool) -> None:
+def _evoformer_block(
+    scope: Scope, msa: int, pair: int, config: EvoformerConfig, fused: bool, *, global_columns: bool = False
+) -> None:
     heads = (config.msa_heads, config.msa_head_dim)
     rows = scope.inside("row_attention", "msa_row_attention_with_pair_bias", "msa_att_row")
     rows.norm("norm", "query_norm", "layer_norm_m", msa)
@@ -220,7 +264,7 @@ def _evoformer_block(scope: Scope, msa: int, pair: int, config: EvoformerConfig,
     shape = (config.outer_dim, config.outer_dim, pair)
     outer.add("out.weight", outer.source("//output_w", "linear_out.weight", shape, 2))
     outer.add("out.bias", outer.source("//output_b", "linear_out.bias", (pair,), 0))
-    pair_updates(scope, "pair", "pair_stack", pair, config.pair)
+    pair_updates(scope, "pair", "pair_stack", pair, config.pair, fused=fused)
 
 
 def _global_attention(scope: Scope, dim: int, num_heads: int, head_dim: int) -> None:
@@ -240,12 +284,16 @@ def _transition(scope: Scope, dim: int, factor: int) -> None:
     scope.linear("down", "transition2", "linear_2", (factor * dim, dim))
 
 
-def pair_updates(block: Scope, ours: str, openfold: str, dim: int, config: PairConfig) -> None:
-    """PairUpdates within a block, by what it is called there."""
+def pair_updates(block: Scope, ours: str, openfold: str, dim: int, config: PairConfig, *, fused: bool = False) -> None:
+    """PairUpdates within a block, by what it is called there.
+
+    fused  whether left and right of the triangle product lie in one array
+    """
     scope = block.inside(ours, "", openfold)
     for name, theirs in (("outgoing", "out"), ("incoming", "in")):
         part = scope.inside(name, f"triangle_multiplication_{name}", f"tri_mul_{theirs}")
-        _triangle_multiplication(part, dim, config.product_dim, swapped=name == "incoming")
+        of_product = _fused_multiplication if fused else _triangle_multiplication
+        of_product(part, dim, config.product_dim, swapped=name == "incoming")
     for name, theirs in (("starting", "start"), ("ending", "end")):
         part = scope.inside(name, f"triangle_attention_{name}_node", f"tri_att_{theirs}")
         part.norm("norm", "query_norm", "layer_norm", dim)
@@ -266,32 +314,43 @@ def _triangle_multiplication(scope: Scope, dim: int, product: int, *, swapped: b
             f"in_{ours}", *(scope.source(f"{af}//{leaf}", f"{of}.{ours}", shape, len(shape) - 1) for af, of in parts)
         )
     scope.norm("product_norm", "center_layer_norm", "layer_norm_out", product, "_")
+    _product_output(scope, dim, product)
+
+
+def _fused_multiplication(scope: Scope, dim: int, product: int, *, swapped: bool) -> None:
+    scope.norm("norm", "left_norm_input", "layer_norm_in", dim, "_")
+    for leaf, ours, shape in (("weights", "weight", (dim, 2 * product)), ("bias", "bias", (2 * product,))):
+        parts = []
+        for kind in ("projection", "gate"):
+            source = scope.source(f"{kind}//{leaf}", f"linear_ab_{kind[0]}.{ours}", shape, len(shape) - 1)
+            parts.append(replace(source, swapped=swapped))
+        scope.add(f"in_{ours}", *parts)
+    scope.norm("product_norm", "center_norm", "layer_norm_out", product, "_")
+    _product_output(scope, dim, product)
+
+
+def _product_output(scope: Scope, dim: int, product: int) -> None:
     for name, af, of, in_dim in (("out", "output_projection", "z", product), ("gate", "gating_linear", "g", dim)):
         scope.add(f"{name}_weight", scope.source(f"{af}//weights", f"linear_{of}.weight", (in_dim, dim), 1))
         scope.add(f"{name}_bias", scope.source(f"{af}//bias", f"linear_{of}.bias", (dim,), 0))
 
 
-def structure(scope: Scope, single: int, pair: int, c: StructureConfig) -> None:
-    """The structure module on single and pair representations of these widths."""
+def structure(scope: Scope, single: int, pair: int, c: StructureConfig, *, by_heads: bool = False) -> None:
+    """The structure module on single and pair representations of these widths.
+
+    by_heads  as complexes' models have its attention
+    """
     scope.norm("single_norm", "single_layer_norm", "layer_norm_s", single)
     scope.norm("pair_norm", "pair_layer_norm", "layer_norm_z", pair)
     scope.linear("input", "initial_projection", "linear_in", (single, c.dim))
     fold = scope.inside("", "fold_iteration", "")
-    ipa = fold.inside("attention", "invariant_point_attention", "ipa")
-    H, P, V = c.num_heads, c.query_points, c.value_points
-    ipa.add("point_weight", ipa.source("//trainable_point_weights", "head_weights", (H,), 0))
-    ipa.linear("query", "q_scalar", "linear_q", (c.dim, H * c.head_dim))
-    ipa.linear("key_value", "kv_scalar", "linear_kv", (c.dim, 2 * H * c.head_dim))
-    ipa.linear("query_point", "q_point_local", "linear_q_points.linear", (c.dim, 3 * H * P))
-    ipa.linear("key_value_point", "kv_point_local", "linear_kv_points.linear", (c.dim, 3 * H * (P + V)))
-    ipa.linear("bias", "attention_2d", "linear_b", (pair, H))
-    ipa.linear("out", "output_projection", "linear_out", (H * (c.head_dim + 4 * V + pair), c.dim))
+    (_heads_points if by_heads else _points)(fold.inside("attention", "invariant_point_attention", "ipa"), pair, c)
     fold.norm("attention_norm", "attention_layer_norm", "layer_norm_ipa", c.dim)
     for number, suffix in enumerate(_suffixes(c.transition_layers)):
         names = (f"transition.layers.{number}", f"transition{suffix}", f"transition.layers.0.linear_{number + 1}")
         fold.linear(*names, (c.dim, c.dim))
     fold.norm("transition_norm", "transition_layer_norm", "transition.layer_norm", c.dim)
-    fold.linear("backbone", "affine_update", "bb_update.linear", (c.dim, 6))
+    fold.linear("backbone", "quat_rigid/rigid" if by_heads else "affine_update", "bb_update.linear", (c.dim, 6))
     angles = fold.inside("angles", "rigid_sidechain", "angle_resnet")
     angles.linear("now", "input_projection", "linear_in", (c.dim, c.angle_dim))
     angles.linear("initial", "input_projection_1", "linear_initial", (c.dim, c.angle_dim))
@@ -300,6 +359,35 @@ def structure(scope: Scope, single: int, pair: int, c: StructureConfig) -> None:
         angles.linear(f"blocks.{number}.up", f"resblock1{suffix}", f"layers.{number}.linear_1", square)
         angles.linear(f"blocks.{number}.down", f"resblock2{suffix}", f"layers.{number}.linear_2", square)
     angles.linear("out", "unnormalized_angles", "linear_out", (c.angle_dim, 14))
+
+
+def _points(ipa: Scope, pair: int, c: StructureConfig) -> None:
+    H, P, V = c.num_heads, c.query_points, c.value_points
+    ipa.linear("query", "q_scalar", "linear_q", (c.dim, H * c.head_dim))
+    ipa.linear("key_value", "kv_scalar", "linear_kv", (c.dim, 2 * H * c.head_dim))
+    ipa.linear("query_point", "q_point_local", "linear_q_points.linear", (c.dim, 3 * H * P))
+    ipa.linear("key_value_point", "kv_point_local", "linear_kv_points.linear", (c.dim, 3 * H * (P + V)))
+    _points_shared(ipa, pair, c)
+
+
+def _heads_points(ipa: Scope, pair: int, c: StructureConfig) -> None:
+    H = c.num_heads
+    counts = {"query": c.query_points, "key": c.query_points, "value": c.value_points}
+    for name, count in counts.items():
+        letter = name[0]
+        shape, points = (c.dim, H, c.head_dim), (H, 3 * count)
+        ipa.add(f"{name}.weight", ipa.source(f"{letter}_scalar_projection//weights", "", shape, 1))
+        projection = f"{letter}_point_projection/point_projection"
+        ipa.add(f"{name}_point.weight", ipa.source(f"{projection}//weights", "", (c.dim, *points), 1))
+        ipa.add(f"{name}_point.bias", ipa.source(f"{projection}//bias", "", points, 0))
+    _points_shared(ipa, pair, c)
+
+
+def _points_shared(ipa: Scope, pair: int, c: StructureConfig) -> None:
+    H, V = c.num_heads, c.value_points
+    ipa.add("point_weight", ipa.source("//trainable_point_weights", "head_weights", (H,), 0))
+    ipa.linear("bias", "attention_2d", "linear_b", (pair, H))
+    ipa.linear("out", "output_projection", "linear_out", (H * (c.head_dim + 4 * V + pair), c.dim))
 
 
 def _suffixes(count: int) -> Iterator[str]:

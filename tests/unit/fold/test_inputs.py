@@ -12,7 +12,7 @@ import pytest
 
 from apps.fold.features.alignment import check_query, merge, parse_a3m, parse_stockholm, read_alignment, single_sequence
 from apps.fold.features.msa import Draw, assign, draw, features_of, num_centres
-from apps.fold.features.sequences import Record, read_fasta, residue_types
+from apps.fold.features.sequences import Record, chain_id, read_fasta, residue_types
 from apps.fold.model.config import preset, tiny
 from apps.fold.model.residues import LETTERS, RESTYPES
 from apps.fold.targets import find_target
@@ -30,11 +30,14 @@ def test_fasta(tmp_path: Path) -> None:
     assert [(r.number, r.name, r.sequence) for r in records] == [
         (1, "one", "MKTAYI"),
         (2, "two/x", "XBZUOM"),
+        (9, "seven", "MKTGGG"),
         (10, "", "GGG"),
     ]
-    assert [r.safe_name for r in records] == ["one", "two_x", "record_10"]
+    assert [r.safe_name for r in records] == ["one", "two_x", "seven", "record_10"]
+    assert [(chain.name, chain.sequence) for chain in records[2].chains] == [("seven_A", "MKT"), ("seven_B", "GGG")]
+    assert [chain_id(number) for number in (1, 26, 27, 28, 53, 703)] == ["A", "Z", "AA", "BA", "AB", "AAA"]
     said = {r.number: str(r) for r in refused}
-    for number, word in {3: "empty", 4: "gaps", 5: "'1' at position 3", 6: "DNA or RNA", 9: "multimer"}.items():
+    for number, word in {3: "empty", 4: "gaps", 5: "'1' at position 3", 6: "DNA or RNA"}.items():
         assert word in said[number]
     assert "record 1;" in said[7]
     assert "record 2;" in said[8]

@@ -241,12 +241,13 @@ def test_a_batch_is_its_members() -> None:
         **{
             name: torch.cat([getattr(one, name), getattr(two, name)])
             for name in one.__dataclass_fields__
-            if name != "templates"
+            if isinstance(getattr(one, name), torch.Tensor)
         },
         templates=type(one.templates)(
             **{
                 name: torch.cat([getattr(one.templates, name), getattr(two.templates, name)])
                 for name in one.templates.__dataclass_fields__
+                if isinstance(getattr(one.templates, name), torch.Tensor)
             }
         ),
     )

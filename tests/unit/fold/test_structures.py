@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from apps.fold.features.entries import read_entries
+from apps.fold.features.sequences import chain_id
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.features.templates import align, features_of_templates, read_templates, structure_of
 from apps.fold.model import residues
 from apps.fold.model.rigid import Frames
 from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_of_torsions
 from apps.fold.output.confidence import Folded
-from apps.fold.output.files import write_confidence, write_mmcif, write_pdb
+from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
+from apps.fold.output.interfaces import ipsae, pdockq2
 from apps.fold.output.plots import plot
 from apps.fold.toy import STRUCTURES
 from apps.fold.training.dataset import structure_files
@@ -282,3 +285,42 @@ def test_a_structure_as_its_own_template(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no template"):
         read_templates([tmp_path / "a.cif"], "WWW")
     assert features_of_templates(read_templates([], sequence)) is None
+
+
+def test_interfaces_by_their_definitions() -> None:
+    """Two chains and a far one, residue by residue."""
+    one = replace(_folded(), lengths=(4, len(SEQUENCE) - 7, 3), iptm=0.4, chain_pairs=np.eye(3))
+    assert one.pae is not None
+    pae, rows = one.pae.astype(np.float64), one.chain_rows()
+    slots = [residues.CA if letter == "G" else residues.CB for letter in one.sequence]
+    beta = np.stack([one.positions[i, slot] for i, slot in enumerate(slots)])
+    quality, certain = pdockq2(one), ipsae(one)
+    near_ones = 0
+    for a, b in ((0, 1), (1, 0), (0, 2), (1, 2), (2, 1)):
+        first, second = range(*rows[a].indices(99)), range(*rows[b].indices(99))
+        near = [(i, j) for i in first for j in second if np.linalg.norm(beta[i] - beta[j]) <= 8]
+        near_ones += len(near)
+        expected = 0.0
+        if near:
+            inside = {("a", i) for i, _ in near} | {("b", j) for _, j in near}
+            x = np.mean([1 / (1 + (pae[i, j] / 10) ** 2) for i, j in near]) * np.mean([one.plddt[i] for _, i in inside])
+            expected = 1.31 / (1 + np.exp(-0.075 * (x - 84.733))) + 0.005
+        assert quality[a, b] == pytest.approx(expected, rel=1e-6)
+        scores = [0.0]
+        for i in first:
+            sure = [pae[i, j] for j in second if pae[i, j] < 10]
+            d0 = max(1.0, 1.24 * (max(len(sure), 26) - 15) ** (1 / 3) - 1.8)
+            scores += [float(np.mean([1 / (1 + (error / d0) ** 2) for error in sure]))] if sure else []
+        assert certain[a, b] == pytest.approx(max(scores), rel=1e-9)
+    assert near_ones > 0
+    assert one.confidence == pytest.approx(80 * 0.4 + 20 * 0.5)
+
+
+def test_chains_of_any_number_are_written_and_read_again(tmp_path: Path) -> None:
+    one = replace(_folded("MGA" * 70), lengths=(3,) * 70)
+    write_mmcif(tmp_path / "a.cif", one, "a", "70 chains")
+    chains = read_structure(tmp_path / "a.cif")
+    assert [chain.name for chain in chains] == [chain_id(number) for number in range(1, 71)]
+    assert {chain.sequence for chain in chains} == {"MGA"}
+    assert {chain.numbers for chain in chains} == {("1", "2", "3")}
+    assert not fits_pdb(one)

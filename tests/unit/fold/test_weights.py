@@ -126,7 +126,7 @@ def test_what_is_wrong_with_weights_is_named(tmp_path: Path) -> None:
     assert "no numbers" in letters
     assert "[17]" in said({**arrays, name: np.zeros(17, np.float32)})
     multimer = "alphafold/alphafold_iteration/evoformer/~_relative_encoding/position_activations//weights"
-    assert "multimer" in said({**arrays, multimer: np.zeros((73, 128), np.float32)})
+    assert "output_linear" in said({**arrays, multimer: np.zeros((73, 128), np.float32)})
     assert "AlphaFold" in said({"weight": np.zeros(3)})
     pickled = np.array([{"a": 1}], dtype=object)
     assert "cannot be read" in said({"weight": pickled})
