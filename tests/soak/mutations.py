@@ -88,7 +88,7 @@ MUTATIONS = [
     mutation(
         "the norm is that of a rank's own shards",
         "core/optim/clip.py",
-        "        dist.all_reduce(total)",
+        "        dist.all_reduce(total, group=group_of_ranks(mesh))",
         "        pass",
         f"{MESHES}[gpt2 on 3 zero 1]",
     ),
@@ -123,8 +123,8 @@ MUTATIONS = [
     mutation(
         "what is loaded is not published to the parameters that compute",
         "core/train/state.py",
-        "restore_state(self.optimizer, self.parallel.masters[name], loaded)\n            self.parallel.publish()",
-        "restore_state(self.optimizer, self.parallel.masters[name], loaded)",
+        "self.parallel.local.restored()\n            self.parallel.publish()",
+        "self.parallel.local.restored()",
         f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options1]",
         f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options2]",
     ),
@@ -159,8 +159,8 @@ MUTATIONS = [
     mutation(
         "ranks drop the same elements of different rows",
         "core/train/loop.py",
-        "first_rows = [axis.get_local_rank() * sum(sizes) + before",
-        "first_rows = [before",
+        "data_axis(parallel.whole_mesh).get_local_rank() * sum(sizes) + before for before",
+        "before for before",
         f"{DROPOUT}[replicas]",
     ),
     mutation(
