@@ -67,7 +67,8 @@ class Observer:
         copies: int = 1, model: nn.Module | None = None,
     ):  # fmt: skip
         self.layers = layers
-        self._cut = [] if model is None else [module for module in model.modules() if hasattr(module, "sequence_cut")]
+        modules = () if model is None else model.modules()
+        self._cut: list[Any] = [module for module in modules if hasattr(module, "sequence_cut")]
         self.sharing: Sharing = sharing
         self._copies = copies
         self.rows = 0
