@@ -245,7 +245,8 @@ def _rank_memory(
     if errors:
         phases["compression"] = resident + grads.whole + exchanged
     if (added_up := _added_up_bytes(parts, run, stage)) > 0:
-        phases["replicas"] = resident + grads.whole + added_up
+        over = _waiting_steps(run, stage) - _waiting_at_a_meeting(run, stage)
+        phases["replicas"] = resident - over * one_step + grads.whole + added_up
     if (under_way := _steps_at_an_end(run)) > 1:
         rest = state.resident - (_versions(run, stage) - 1) * run.width_bytes * _num_whole(parts)
         phases["end"] = rest + (under_way - 1) * one_step + max(grads.own + kernel + _before_update(parts, run), sent)
@@ -303,6 +304,15 @@ def _versions(run: RunShape, stage: int) -> int:
 def _waiting_steps(run: RunShape, stage: int) -> int:
     """Steps whose gradients wait for the norm of all stages, while those of another one come."""
     return SCHEDULES[run.pipeline.schedule].gradients(stage, run.num_stages) - 1 if run.pp > 1 else 0
+
+
+def _waiting_at_a_meeting(run: RunShape, stage: int) -> int:
+    """Steps whose gradients still wait when those of another one are whole on a stage."""
+    spec, replicas = SCHEDULES[run.pipeline.schedule], run.pipeline.replicas_of(run.pp)
+    if spec.updates_at_once:
+        return 0
+    first, own = (spec.ahead(replicas, one, run.num_microbatches) for one in (0, stage))
+    return (first - own) // run.num_microbatches
 
 
 def _added_up_bytes(parts: list[Part], run: RunShape, stage: int) -> float:

@@ -193,7 +193,6 @@ OVERLAPPING_LONG: list[tuple[ScheduleName, int, int, Zero, Precision, int]] = [
                 ("pipedream_sync", (2, 1), 4),
                 ("2bw", (2, 1), 6),
                 ("pipedream", (1, 2, 1), 4),
-                ("2bw", (1, 3), 9),
             ]
         ),
     ],
