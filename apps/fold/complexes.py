@@ -28,6 +28,7 @@ from apps.fold.features.complexes import Assembly, ChainInput, assemble
 from apps.fold.features.pairing import PairedRows
 from apps.fold.features.sampling import Complex, Drawn, draw_rows, features_of_complex
 from apps.fold.features.sequences import Record
+from apps.fold.features.sequences import alone as searched_for
 from apps.fold.features.templates import ANY, Allowed
 from apps.fold.features.text import read_text, unpacked_name
 from apps.fold.model import residues
@@ -137,7 +138,7 @@ def find_complex(
     by_name = None if colabfold else msa
     found = {
         chain.sequence: find_target(chain, by_name, templates, False, allowed, lambda path: not _is_uniprot(path))
-        for chain in reversed(record.chains)  # the first of those of one sequence
+        for chain in searched_for([record])
     }
     files = {path: None for target in found.values() for path in target.files}
     said = [f"{target.record.name}: {note}" for target in found.values() for note in target.notes]

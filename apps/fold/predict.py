@@ -76,10 +76,10 @@ class PredictConfig:
     )
 
     input: Path | None = None
-    """a FASTA file; `megalith fold predict IN.fasta` means the same"""
+    """a FASTA file, of complexes with chains joined by `:`; `megalith fold predict IN.fasta` means the same"""
     model: tuple[Path, ...] = ()
-    """one or more of: params_model_*.npz of AlphaFold, .pt of OpenFold, folders of `megalith fold convert`, of ESMFold
-    as transformers has them; none: demo-tiny, a toy that the package carries"""
+    """one or more of: params_model_*.npz of AlphaFold (of complexes *_multimer*.npz), .pt of OpenFold, folders of
+    `megalith fold convert`, of ESMFold as transformers has them; none: demo-tiny, a toy that the package carries"""
     out: Path = Path("folded")
     """one folder a sequence, and summary.csv"""
     msa: Path | None = None

@@ -114,10 +114,13 @@ def one_complex(records: list[Record], name: str) -> Record:
 
 
 def alone(records: Iterable[Record]) -> list[Record]:
-    """What is searched for: each protein, of a complex each sequence once."""
+    """What is searched for: each protein, of a complex each sequence once, by its first chain."""
     found = []
     for record in records:
-        found += {chain.sequence: chain for chain in reversed(record.chains or (record,))}.values()
+        chains: dict[str, Record] = {}
+        for chain in record.chains or (record,):
+            chains.setdefault(chain.sequence, chain)
+        found += chains.values()
     return found
 
 

@@ -145,7 +145,8 @@ def gib_up(num_bytes: int) -> str:
 def planned(job: FoldJob, budget_bytes: int) -> Plan:
     """The plan, or, where none is within the budget, the one with the lowest peak."""
     plan = _Decision(_survey(job, offload=False), budget_bytes).plan()
-    if plan.peak_bytes <= budget_bytes or job.device == "cpu":
+    stays = job.device == "cpu" or isinstance(job.config, MultimerConfig)  # whose templates read z whole
+    if plan.peak_bytes <= budget_bytes or stays:
         return plan
     offloaded = _Decision(_survey(job, offload=True), budget_bytes).plan()
     return min(plan, offloaded, key=lambda p: p.peak_bytes)

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import lzma
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import pytest
 
 from apps.fold.features.alignment import check_query, merge, parse_a3m, parse_stockholm, read_alignment, single_sequence
 from apps.fold.features.msa import Draw, assign, draw, features_of, num_centres
-from apps.fold.features.sequences import Record, chain_id, read_fasta, residue_types
+from apps.fold.features.sequences import Record, alone, chain_id, one_complex, read_fasta, residue_types
 from apps.fold.model.config import preset, tiny
 from apps.fold.model.residues import LETTERS, RESTYPES
 from apps.fold.targets import find_target
@@ -35,6 +36,8 @@ def test_fasta(tmp_path: Path) -> None:
     ]
     assert [r.safe_name for r in records] == ["one", "two_x", "seven", "record_10"]
     assert [(chain.name, chain.sequence) for chain in records[2].chains] == [("seven_A", "MKT"), ("seven_B", "GGG")]
+    twice = one_complex([records[0], records[1], replace(records[0], name="again")], "all")
+    assert [one.name for one in alone([*records, twice])][2:] == ["seven_A", "seven_B", "", "one", "two/x"]
     assert [chain_id(number) for number in (1, 26, 27, 28, 53, 703)] == ["A", "Z", "AA", "BA", "AB", "AAA"]
     said = {r.number: str(r) for r in refused}
     for number, word in {3: "empty", 4: "gaps", 5: "'1' at position 3", 6: "DNA or RNA"}.items():

@@ -17,7 +17,7 @@ from apps.fold.model.config import MULTIMER_PRESETS, MultimerConfig, multimer_pr
 from apps.fold.model.folding import Recycled
 from apps.fold.model.multimer import Multimer
 from apps.fold.predict import job_of
-from apps.fold.subbatch import HEADS, apply_subbatches
+from apps.fold.subbatch import HEADS, FoldJob, apply_subbatches
 from apps.fold.subbatch.planner import planned
 from apps.fold.weights import alphafold
 from apps.fold.weights.folder import load_folder, save_folder
@@ -89,6 +89,14 @@ def test_in_the_smallest_slices_it_computes_the_same() -> None:
     assert whole.num_recycles == sliced.num_recycles == 1
     for name in ("positions_BN373", "pair_BNNZ", "msa_BSND"):
         assert (getattr(whole, name) - getattr(sliced, name)).abs().max() < 1e-9
+
+
+def test_a_complex_is_planned_with_its_pairs_on_the_device() -> None:
+    job = FoldJob(multimer_preset("model_1_multimer_v3"), 200, 508, 2048, 4, torch.bfloat16, "cuda", 21, hidden=True)
+    plan = planned(job, 0)
+    assert not plan.offload
+    assert plan.peak_bytes > 200**2 * 128 * 2
+    assert planned(job, 2**40).choices != plan.choices
 
 
 def _of_version_2(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -248,7 +248,8 @@ def test_rows_carry_their_templates_cropped_alike() -> None:
                 assert whole is not None
                 there = slice(first, first + length)
                 for name, value in vars(features).items():
-                    if name != "mask_BT":  # the first residue's torsions need the one that was cropped before it
+                    # The first residue's torsions need the one that was cropped before it.
+                    if value is not None and name != "mask_BT":
                         expected = getattr(whole, name)[:, 0, there]
                         assert torch.allclose(value[:, t, 1:], expected[:, 1:], atol=1e-3), name
                 seen.add((len(example.templates), t))
