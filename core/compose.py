@@ -95,6 +95,7 @@ class ParallelConfig:
 
     def _check_comm(self) -> None:
         """Raises UserError for forms of data parallelism whose reductions no compression takes the place of."""
+        every = 0 if self.rounds is None else self.rounds.every  # the options of local.async alone have none
         for there, given, why, instead in (
             (
                 self.gemini.budget is not None,
@@ -110,7 +111,7 @@ class ParallelConfig:
             ),
             (
                 self.rounds is not None,
-                f"local.every={self.local.every}",
+                f"local.every={every}",
                 "workers average the way they have come, which --local.bits and --local.keep compress",
                 "no --local.every",
             ),
