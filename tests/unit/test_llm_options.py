@@ -72,7 +72,7 @@ OF_A_PLAN = VALUES | {
     "optim.max_dim": 2,
     "optim.rank": 2,
 }
-OF_A_PLAN |= {"optim.whole": ("embedding",), "optim.max_preconditioner_dim": 16}
+OF_A_PLAN |= {"optim.whole": ("embedding",), "optim.max_preconditioner_dim": 16, "optim.method": "ekfac"}
 
 
 SMALL = DecoderConfig(vocab_size=37, dim=16, num_layers=2, num_heads=2, ffn_dim=24, max_length=16)
