@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from core.auto.costs import bytes_sent
+from core.auto.execute import draws
 from core.auto.formulate import Change, Formulation, widest
 from core.auto.simulate import Account, simulate
 from core.auto.solve import Plan
 from core.auto.specs import Spec
+from core.comm.volume import wire_share
 from core.config import UserError, in_words
 from core.trace.graph import Graph, Node
 
@@ -63,6 +66,8 @@ class SpreadStep:
     def sent(self, coordinate: Sequence[int] | None = None) -> dict[tuple[str, str], float]:
         """(collective, axis) -> bytes that a rank sends in the step: between operators, and inside of them.
 
+        Where operators draw random numbers, the first rank's generator comes before them, of a CPU in this count.
+
         coordinate  of the rank; by default the first, whose parts are the largest
         """
         found: dict[tuple[str, str], float] = defaultdict(float)
@@ -76,6 +81,9 @@ class SpreadStep:
                 num_bytes = message.elements * self._itemsize(number)
                 for axis in message.axes:
                     found["all_reduce", self.axes[axis]] += bytes_sent("all_reduce", num_bytes, self.sizes[axis])
+        if any(map(draws, self.graph.nodes)):
+            for axis, size in zip(self.axes, self.sizes, strict=True):
+                found["broadcast", axis] += wire_share("broadcast", size) * torch.get_rng_state().nbytes
         return {key: num for key, num in found.items() if num}
 
     def _itemsize(self, number: int) -> int:
