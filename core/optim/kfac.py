@@ -39,9 +39,18 @@ from core.config import UserError
 from core.kernels.adamw import adamw
 from core.layout import Layout, layout_of, tag
 from core.mesh import axis_size, tensor_names
-from core.optim.home import Pool, _assembled, _Message, balanced
+from core.optim.home import Message, Parts, Piece, Pool, balanced, sent_home
 from core.optim.kfac_cut import Cut, GridCut, OtherStages
-from core.optim.kfac_layers import Layer, Sharing, Use, find_layers, one_product, packed, packed_size, unpacked
+from core.optim.kfac_layers import (
+    Layer,
+    Sharing,
+    Use,
+    find_layers,
+    one_product,
+    packed_factor,
+    packed_factor_size,
+    unpacked_factor,
+)
 from core.optim.kfac_observer import Observer
 from core.optim.kfac_solve import NotInverted, damped_inverses, eigenbasis, into_basis, times
 from core.optim.sharded import Batch, Held, ShardedOptimizer, wide_dtype
@@ -54,11 +63,14 @@ from core.optim.spec import (
     check_options,
     own_values,
 )
+from core.optim.spectra import packed_size
 
 Fisher = Literal["sampled", "exact", "empirical"]
 Method = Literal["inverse", "eigen", "ekfac"]
 NOT_BY_ROWS = ("*positions*", "*position_embedding*", "*wpe*")
 """Modules that look up the same for all rows of a batch."""
+FACTORS = ("row_lower", "column_lower")
+"""State tensors of R and C, packed. Those of earlier checkpoints, row_factor and column_factor, have another order."""
 
 
 class KFAC(ShardedOptimizer):
@@ -234,7 +246,7 @@ class KFAC(ShardedOptimizer):
             return {}
         r, c = layer.factor_shapes()
         shapes: dict[str, tuple[int, ...]] = {"updates": (1,)}
-        shapes |= {"row_factor": (packed_size(r),), "column_factor": (packed_size(c),)}
+        shapes |= {key: (packed_factor_size(shape),) for key, shape in zip(FACTORS, (r, c))}
         if self.defaults["method"] == "inverse":
             return shapes | {"row_inverse": r, "column_inverse": c}
         shapes |= {"row_basis": _basis_shape(r), "column_basis": _basis_shape(c)}
@@ -330,11 +342,11 @@ class KFAC(ShardedOptimizer):
             return True
         r_shape, c_shape = layer.factor_shapes()
         if len(pairs) > 1:
-            r, c = one_product([(unpacked(r, r_shape), unpacked(c, c_shape)) for r, c in pairs])
-            pairs = [(packed(r), packed(c))]
+            r, c = one_product([(unpacked_factor(r, r_shape), unpacked_factor(c, c_shape)) for r, c in pairs])
+            pairs = [(packed_factor(r), packed_factor(c))]
         state["updates"] += 1
         decay = min(self.defaults["factor_decay"], 1 - 1 / float(state["updates"]))
-        for key, new in zip(("row_factor", "column_factor"), pairs[0]):
+        for key, new in zip(FACTORS, pairs[0]):
             state[key].mul_(decay).add_(new.to(state[key].device), alpha=1 - decay)
         if squares is not None:
             decay = self.defaults["factor_decay"]
@@ -347,7 +359,11 @@ class KFAC(ShardedOptimizer):
         dtype = wide_dtype(next(iter(held.values()))[0].value.dtype)
         if pool.num_ranks > 1:
             there, back = ([p for p in way if p.matrix in present] for way in pool.ways())
-            wholes = _assembled(_Message(pool, there, lambda p: present[p.matrix][0].grad, dtype).wait(), pool)
+            grads = {index: h.grad for index, (h, _) in present.items()}
+            parts = Parts(sent_home(pool, there, grads, dtype), grads)
+            wholes = {
+                index: parts.whole(index, grads[index], pool.layouts[index].shape, dtype) for index in parts.matrices()
+            }
         else:
             there, back = [], []
             wholes = {index: h.grad.to(dtype) for index, (h, _) in present.items()}
@@ -360,10 +376,9 @@ class KFAC(ShardedOptimizer):
             bias = None if layer.bias is None else pool.index[self._named[layer.bias]]
             product, failed = self._layer_update(layer, wholes, weight, bias, updates, inverts)
             sums = [sums[0] + product, sums[1] + failed]
-        came = [(p.matrix, p, u) for p, u in _Message(pool, back, lambda p: p.of(updates[p.matrix]), dtype).wait()] \
-            if pool.num_ranks > 1 else [(index, None, update) for index, update in updates.items()]  # fmt: skip
+        came = [*updates.items()] if pool.num_ranks == 1 else _spread(pool, back, updates, dtype)
         shrink = self._last_message(pool, sums, inverts, next(iter(held.values()))[1].options)
-        for index, _, update in came:
+        for index, update in came:
             h, batch = present[index]
             self._move(h, update.to(h.value.device).view(h.value.shape) * shrink, batch.options)
 
@@ -409,9 +424,7 @@ class KFAC(ShardedOptimizer):
         return bool(state[key].any())
 
     def _invert(self, layer: Layer, state: dict[str, Any]) -> None:
-        r, c = (
-            unpacked(state[key], shape) for key, shape in zip(("row_factor", "column_factor"), layer.factor_shapes())
-        )
+        r, c = (unpacked_factor(state[key], shape) for key, shape in zip(FACTORS, layer.factor_shapes()))
         if self.defaults["method"] == "inverse":
             inverses = damped_inverses(r, c, self.defaults["damping"])
             for key, inverse in zip(("row_inverse", "column_inverse"), inverses):
@@ -468,6 +481,12 @@ class KFAC(ShardedOptimizer):
                 self._observer.bases[index] = state["row_basis"], state["column_basis"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch's.  Raises UserError for a state dict whose factors lie in an earlier order."""
+        if any("row_factor" in state for state in state_dict["state"].values()):
+            raise UserError(
+                "kfac: the state dict has row_factor, which lies in the order of an earlier version, and this one has "
+                f"{FACTORS[0]}; load it with the version that saved it, or begin with a new optimizer"
+            )
         super().load_state_dict(state_dict)
         self._show_bases()
 
@@ -493,6 +512,16 @@ class KFAC(ShardedOptimizer):
                 moments = ([h.own(name) for h in some] for name in ("exp_avg", "exp_avg_sq"))
                 values, grads = [h.value for h in some], [h.grad for h in some]
                 adamw(values, grads, *moments, step=batch.step, weight_decay=decay, maximize=False, **options)
+
+
+def _spread(pool: Pool, back: list[Piece], updates: dict[int, Tensor], dtype: torch.dtype) -> list[tuple[int, Tensor]]:
+    """Bring every rank what it holds of each update: (index, that)."""
+    message = Message(pool, back, dtype)
+    for piece in message.going:
+        message.put(piece, piece.of(updates[piece.matrix]))
+    message.send()
+    own = [(piece.matrix, piece.of(updates[piece.matrix])) for piece in message.own]
+    return own + [(piece.matrix, update) for piece, update in message.wait()]
 
 
 def _cost(layer: Layer) -> float:
@@ -600,7 +629,7 @@ def _state_bytes(config: KfacConfig, part: Part) -> int:
     if part.role not in ("matrix", "kernel", "outer", "head", "embedding"):
         return 2 * part.num_bytes
     sides = part.whole[0], math.prod(part.whole[1:]) + 1
-    packed_elements = sum(n if n > config.max_dim else n * (n + 1) // 2 for n in sides)
+    packed_elements = sum(n if n > config.max_dim else packed_size(n) for n in sides)
     dense_elements = sum(n if n > config.max_dim else n * n for n in sides)
     more = {"inverse": 0, "eigen": sum(sides), "ekfac": math.prod(sides)}[config.method]
     at_home = part.wide_bytes * (packed_elements + dense_elements + more)

@@ -96,9 +96,9 @@ class Muon(MatrixOptimizer):
         return None
 
     def _cost(self, shape: tuple[int, ...], options: dict[str, Any]) -> float:
-        """Multiplications with the smaller Gram matrix, which take nearly all of the time."""
+        """Multiplications of an iteration, which takes nearly all of the time."""
         batch, *both = batch_of(shape, options)
-        return float(batch * max(both) * min(both) ** 2)
+        return float(batch * (2 * max(both) + min(both)) * min(both) ** 2)
 
     @staticmethod
     def shapes(shape: tuple[int, ...], options: Mapping[str, Any]) -> Shapes:
@@ -106,11 +106,16 @@ class Muon(MatrixOptimizer):
 
     def _update_of(self, grad_BMN: Tensor, h: Held, batch: Batch) -> Tensor:
         grad = grad_BMN.reshape(h.own("momentum_buffer").shape)
-        momentum = h.own("momentum_buffer").mul_(batch.options["momentum"]).add_(grad)
+        momentum = h.own("momentum_buffer")
+        torch.add(grad, momentum, alpha=batch.options["momentum"], out=momentum)
         ahead = grad.add(momentum, alpha=batch.options["momentum"]).reshape(grad_BMN.shape)
         if batch.options["polar"] == "exact":
             return self._polar(ahead)
         return orthogonalised(ahead[0])[None] if len(ahead) == 1 else orthogonalised(ahead)
+
+    def _update_dtype(self, batch: Batch) -> torch.dtype:
+        iterated = batch.options["polar"] == "newton_schulz"
+        return torch.bfloat16 if iterated and batch.wide == torch.float32 else batch.wide
 
     def _polar(self, matrices_BMN: Tensor) -> Tensor:
         try:
@@ -128,10 +133,10 @@ class Muon(MatrixOptimizer):
 
 
 def orthogonalised(matrix_OI: Tensor, num_iterations: int = 5) -> Tensor:
-    """About U V^T of the singular value decomposition of a matrix, or of each of a batch, in its dtype.
+    """About U V^T of the singular value decomposition of a matrix, or of each of a batch; of fp32 in bf16.
 
     fp32 is iterated in bf16, as the authors do, where the device is fast at it: it only has to come near, and it is the
-    whole cost of the step.
+    whole cost of the step. Elsewhere it is rounded at the end, so that every home has updates of one format.
     """
     a, b, c = _QUINTIC
     wide = matrix_OI.shape[-2] <= matrix_OI.shape[-1]
@@ -142,7 +147,8 @@ def orthogonalised(matrix_OI: Tensor, num_iterations: int = 5) -> Tensor:
     for _ in range(num_iterations):
         gram = x @ x.mT
         x = added(x, added(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x if wide else x.mT).to(matrix_OI.dtype)
+    x = x.to(torch.bfloat16 if matrix_OI.dtype == torch.float32 else matrix_OI.dtype)
+    return x if wide else x.mT.contiguous()  # row after row, as what it is added to and sent in
 
 
 def polar_factor(matrix_OI: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from core.kernels import cross_entropy
 from core.nn.experts import GroupedLinear
 from core.nn.loss import Head
 from core.optim import KFAC, OptimConfig, build_optimizer
-from core.optim.kfac_layers import packed, unpacked
+from core.optim.kfac import FACTORS
+from core.optim.kfac_layers import unpacked_factor
 from core.optim.kfac_solve import NotInverted
 from core.optim.prediction import Drawing, Prediction, drawn_targets, exact_fisher, mean_loss
 from core.optim.size import state_bytes
@@ -36,8 +37,7 @@ def factors(optimizer: KFAC, name: str) -> tuple[Tensor, Tensor]:
     """R and C of a layer by the name of its weight."""
     layer = next(layer for layer in optimizer._layers if layer.weight == name)
     state = optimizer.state[optimizer._named[name]]
-    keys = zip(("row_factor", "column_factor"), layer.factor_shapes())
-    r, c = (unpacked(state[key], shape) for key, shape in keys)
+    r, c = (unpacked_factor(state[key], shape) for key, shape in zip(FACTORS, layer.factor_shapes()))
     return r, c
 
 
@@ -419,8 +419,11 @@ def test_a_matrix_of_the_blocks_keeps_the_bytes_that_are_foretold(method: Any) -
     assert held[1] == bias.nbytes
 
 
-def test_triangles_are_matrices() -> None:
-    x = torch.randn(5, 5)
-    x = x + x.T
-    assert packed(x).shape == (15,)
-    assert torch.equal(unpacked(packed(x), (5, 5)), x)
+def test_factors_of_an_earlier_order_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = seen(model, torch.randn(4, 3))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    saved["state"][0]["row_factor"] = saved["state"][0].pop("row_lower")
+    with pytest.raises(UserError, match=r"the state dict has row_factor, .* this one has row_lower"):
+        KFAC(model).load_state_dict(saved)
