@@ -7,8 +7,8 @@ the two have twice the machine of the one; rounds take turns. The time of a step
 The third case is the machine's own share in it: the step of one rank by two processes that know nothing of one another,
 at once. What these take longer than one alone, two ranks do, too, whatever they send.
 
-Of each case stand the seconds that a rank has a processor, messages' threads too, and the parts of a step, the middle of
-all steps and of ranks the mean:
+Of each case stand the seconds that a rank has a processor, messages' threads too, and the parts of a step, the middle
+of all steps and of ranks the mean:
 
     Newton-Schulz   the iterations, and FLOP/s there
     momentum        what else a home does to its matrices
