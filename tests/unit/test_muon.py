@@ -33,6 +33,14 @@ def test_orthogonalised_is_near_the_polar_factor(
     assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ vt).flatten(), dim=0) > 0.97
 
 
+@pytest.mark.parametrize("shape", [(11, 17), (3, 19, 8)])
+def test_blocks_of_symmetric_products_change_nothing(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    as_one = orthogonalised(matrix)
+    monkeypatch.setattr(muon, "_ROWS", 3)
+    torch.testing.assert_close(orthogonalised(matrix), as_one, rtol=1e-12, atol=1e-12)
+
+
 def _masters() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"blocks.0.qkv.weight": (6, 4), "blocks.0.norm.weight": (4,), "embedding.weight": (9, 4)}
