@@ -24,10 +24,11 @@ of all steps and of ranks the mean:
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +44,7 @@ from core.layout import Layout, tag
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder
 from core.models.shapes import SHAPES
-from core.optim import Muon, OptimConfig, build_optimizer
+from core.optim import Muon, OptimConfig, build_optimizer, muon
 from core.optim.home import Message, Parts
 
 WANTED = 0.55
@@ -52,8 +53,8 @@ CASES = ((1, 1), (1, 2), (2, 1))
 COMPUTING = ("Newton-Schulz", "momentum", "applying", "AdamW")
 PARTS = (*COMPUTING, "packing", "unpacking", "waiting", "messages", "rest")
 ITERATIONS = 5
-_TIMED = (
-    ("core.optim.muon.orthogonalised", "Newton-Schulz"),
+_TIMED: tuple[tuple[Any, str, str], ...] = (
+    (muon, "orthogonalised", "Newton-Schulz"),
     (Muon, "_direction", "momentum"),
     (Muon, "_move", "applying"),
     (Muon, "_update_parts", "AdamW"),
@@ -71,7 +72,7 @@ class Step:
 
     seconds: float = 0.0
     processor: float = 0.0
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     waits: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -117,14 +118,8 @@ class Clock:
     @contextmanager
     def running(self) -> Iterator[None]:
         with ExitStack() as patches:
-            for *where, part in _TIMED:
-                if len(where) == 1:
-                    module, _, name = where[0].rpartition(".")
-                    found = getattr(sys.modules[module], name)
-                    patches.enter_context(patch(where[0], self.wrapped(found, part)))
-                else:
-                    found = getattr(*where)
-                    patches.enter_context(patch.object(*where, self.wrapped(found, part)))
+            for owner, name, part in _TIMED:
+                patches.enter_context(patch.object(owner, name, self.wrapped(getattr(owner, name), part)))
             patches.enter_context(patch.object(Message, "wait", self.waited(Message.wait)))
             yield
 
@@ -171,15 +166,16 @@ def _cost_here(optimizer: Muon) -> float:
 
 def in_parts(of_ranks: list[Step]) -> dict[str, float]:
     """Seconds of each part of a step, the mean of its ranks."""
-    found = Counter[str]()
+    found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     latest = [max(began for began, _ in message) for message in zip(*(step.waits for step in of_ranks), strict=True)]
     for step in of_ranks:
-        found.update(step.parts)
+        for part, seconds in step.parts.items():
+            found[part] += seconds
         for (began, ended), last in zip(step.waits, latest, strict=True):
             found["waiting"] += min(ended, last) - began
             found["messages"] += max(0.0, ended - last)
         found["rest"] += step.seconds - sum(step.parts.values()) - sum(ended - began for began, ended in step.waits)
-    return {part: found[part] / len(of_ranks) for part in PARTS}
+    return {part: seconds / len(of_ranks) for part, seconds in found.items()}
 
 
 def numbers_of(rounds: list[list[Run]]) -> dict[str, Number]:
