@@ -36,7 +36,12 @@ def measure(options: Options) -> Measured:
     else:
         summary, config = _trained(OUT, [])
     row = Row(
-        {"recipe": "demo", "steps": summary["step"], "precision": config["precision"]},
+        {
+            "recipe": "demo",
+            "optimizer": config["optim"]["name"],
+            "steps": summary["step"],
+            "precision": config["precision"],
+        },
         {name: Number(summary[name], unit) for name, unit in _UNITS.items()},
     )
     ratio = {name: summary[f"{name}_bits_per_byte"] / summary["heldout_bits_per_byte"] for name in ("gzip", "xz")}

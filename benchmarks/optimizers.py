@@ -68,14 +68,14 @@ class Contender:
 
 
 CONTENDERS = {
-    "adamw": Contender("AdamW", {"lr": RATES, "weight_decay": (0.1, 0.5)}, {}, 10),
+    "adamw": Contender("AdamW", {"lr": tuple(lr / 8 for lr in RATES), "weight_decay": (0.1, 0.5)}, {}, 10),
     "muon": Contender("Muon", {"lr": RATES, "weight_decay": (0.1, 0.5)}, {}, 6),
     "soap": Contender("SOAP", {"lr": RATES, "precondition_frequency": (2, 10)}, {"weight_decay": 0.1}, 6),
     "shampoo": Contender("Shampoo", {"lr": RATES, "root": (4, 2)}, {"max_preconditioner_dim": 192}, 8),
     "galore": Contender("GaLore", {"lr": tuple(4 * lr for lr in RATES), "rank": (24, 48)}, {"update_gap": STRETCH}, 10),
     "kfac": Contender(
         "K-FAC",
-        {"lr": (0.01, 0.03, 0.1, 0.3), "damping": (1e-3, 1e-2, 1e-1)},
+        {"lr": (1e-3, 3e-3, 1e-2, 3e-2), "damping": (3e-2, 1e-1, 3e-1)},
         {"kl_clip": None, "factor_every": 2, "inverse_every": 4},
         10,
     ),
@@ -362,12 +362,13 @@ def _grid(contender: Contender) -> str:
 
 
 def _at_an_edge(study: Study) -> list[str]:
-    """A note for each optimizer whose best rate is the least or the greatest of its grid: it may do better still."""
+    """A note for each option whose best value is the least or the greatest of more than two: it may be better still."""
     found = []
     for name, contender in CONTENDERS.items():
-        rates, best = contender.grid["lr"], study.best[name]["lr"]
-        if best in (rates[0], rates[-1]):
-            found.append(f"{contender.label}'s best rate, {best:g}, is at the edge of its grid.")
+        for option, values in contender.grid.items():
+            best = study.best[name][option]
+            if len(values) > 2 and best in (values[0], values[-1]):
+                found.append(f"{contender.label}'s best {option}, {best:g}, is at the edge of its grid.")
     return found
 
 

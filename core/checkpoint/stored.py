@@ -299,7 +299,8 @@ def require_names(path: Path, missing: Iterable[str] = (), unexpected: Iterable[
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
-                f"{path} {what} {', '.join(names[:3])}{more}; load it with the configuration of the run that saved it"
+                f"{path} {what} {', '.join(names[:3])}{more}; load it with the configuration (and version) of the run "
+                "that saved it"
             )
 
 

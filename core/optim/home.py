@@ -3,7 +3,8 @@
 1. every rank sends to a matrix's home what it holds of its gradient           -> one all-to-all
    meanwhile: what needs nothing of others takes its whole step
 2. the home updates its state, which lies there alone, and makes the update of the whole
-3. every rank gets the part of the update that it holds a part of              -> one all-to-all
+   of one matrix after the other, which is applied here at once
+3. every other rank gets the part of the update that it holds a part of        -> one all-to-all
 
 So a step sends two messages among the ranks that have a stage's parameters between them, whatever the layout and the
 number of matrices, and each matrix is worked on once. What several ranks hold alike, one of them sends: the home, where
@@ -15,7 +16,7 @@ A matrix that no mesh is known of is this rank's alone.
 import math
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -160,29 +161,87 @@ class Pool:
         return self._ways
 
 
-class _Message:
-    """Pieces on their way; `wait` returns those that have come here."""
+class Message:
+    """Pieces on their way between ranks, in one all-to-all: `put` those that are `going`, `send`, `wait` for others'.
 
-    def __init__(self, pool: Pool, pieces: Iterable[Piece], part: Callable[[Piece], Tensor], dtype: torch.dtype):
+    own    what this rank has for itself, which is not sent
+    dtype  of all that is sent, alike on all ranks
+    """
+
+    def __init__(self, pool: Pool, pieces: Iterable[Piece], dtype: torch.dtype):
         pieces = list(pieces)
-        sent = sorted((p for p in pieces if p.source == pool.rank), key=lambda p: (p.dest, p.matrix))
-        self._coming = sorted((p for p in pieces if p.dest == pool.rank), key=lambda p: (p.source, p.matrix))
-        parts = [part(piece).reshape(-1).to(pool.device, dtype) for piece in sent]
-        self._sent = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=pool.device)
+        between = [p for p in pieces if p.source != p.dest]
+        self._pool, self.dtype = pool, dtype
+        self._coming = sorted((p for p in between if p.dest == pool.rank), key=_from)
+        self.own = [p for p in pieces if p.source == p.dest]
+        self.going = sorted((p for p in between if p.source == pool.rank), key=_to)
+        sizes = [piece.size for piece in self.going]
+        self._sent = torch.empty(sum(sizes), dtype=dtype, device=pool.device)
+        self._slots = dict(zip(map(_to, self.going), self._sent.split(sizes), strict=True)) if sizes else {}
+
+    def put(self, piece: Piece, part: Tensor) -> None:
+        self._slots[_to(piece)].view(part.shape).copy_(part)
+
+    def send(self) -> None:
         going, coming = Counter[int](), Counter[int]()
-        for piece in sent:
+        for piece in self.going:
             going[piece.dest] += piece.size
         for piece in self._coming:
             coming[piece.source] += piece.size
-        sizes = [[count[rank] for rank in range(pool.num_ranks)] for count in (coming, going)]
-        self._message = self._sent.new_empty(coming.total())
-        self._work = dist.all_to_all_single(self._message, self._sent, *sizes, group=pool.group, async_op=True)
+        sizes = [[count[rank] for rank in range(self._pool.num_ranks)] for count in (coming, going)]
+        self._came = self._sent.new_empty(coming.total())
+        self._work = dist.all_to_all_single(self._came, self._sent, *sizes, group=self._pool.group, async_op=True)
 
     def wait(self) -> list[tuple[Piece, Tensor]]:
+        """What has come here; its memory is the message's."""
         assert self._work is not None
         self._work.wait()
-        parts = self._message.split([piece.size for piece in self._coming])
+        del self._sent, self._slots
+        sizes = [piece.size for piece in self._coming]
+        parts = self._came.split(sizes) if sizes else ()
         return [(piece, part.view(shape_of(piece.held))) for piece, part in zip(self._coming, parts, strict=True)]
+
+
+def _to(piece: Piece) -> tuple[int, int]:
+    return piece.dest, piece.matrix
+
+
+def _from(piece: Piece) -> tuple[int, int]:
+    return piece.source, piece.matrix
+
+
+def sent_home(pool: Pool, pieces: Iterable[Piece], grads: Mapping[int, Tensor], dtype: torch.dtype) -> Message:
+    """The message that brings gradients home.  grads: matrix -> what this rank holds of its gradient"""
+    message = Message(pool, pieces, dtype)
+    for piece in message.going:
+        message.put(piece, grads[piece.matrix])
+    message.send()
+    return message
+
+
+class Parts:
+    """The parts of the gradients of matrices whose home this is, after the way there.
+
+    Each matrix is put together when it is asked for, so that only one of them is there twice, and in the cache.
+    """
+
+    def __init__(self, message: Message, grads: Mapping[int, Tensor]):
+        self._parts: dict[int, list[tuple[Piece, Tensor]]] = {}
+        for piece, part in [*((piece, grads[piece.matrix]) for piece in message.own), *message.wait()]:
+            self._parts.setdefault(piece.matrix, []).append((piece, part))
+
+    def matrices(self) -> list[int]:
+        return sorted(self._parts)
+
+    def whole(self, matrix: int, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The whole gradient, on the device of another tensor; where one part is all of it, that."""
+        parts = self._parts.pop(matrix)
+        if parts[0][0].held == tuple((range(n),) for n in shape):
+            return parts[0][1].to(like.device, dtype)
+        whole = like.new_empty(shape, dtype=dtype)
+        for piece, part in parts:
+            piece.put(part, whole)
+        return whole
 
 
 class WholeMatrixOptimizer(ShardedOptimizer):
@@ -209,6 +268,10 @@ class WholeMatrixOptimizer(ShardedOptimizer):
     @abstractmethod
     def _direction(self, grad: Tensor, h: Held, batch: Batch) -> Tensor:
         """At home: the update of the whole matrix, whose state goes on.  grad: whole, in the batch's wide dtype"""
+
+    def _update_dtype(self, batch: Batch) -> torch.dtype:
+        """The format of updates on their way back; alike on all ranks, and one that holds what `_direction` returns."""
+        return batch.wide
 
     @abstractmethod
     def _move(self, h: Held, update: Tensor, batch: Batch) -> None:
@@ -274,26 +337,35 @@ class WholeMatrixOptimizer(ShardedOptimizer):
         if not shared:
             self._update_parts(others)
             return
-        dtype = reduce(torch.promote_types, (batch.wide for _, batch in shared.values()))
+        grads = {matrix: h.grad for matrix, (h, _) in shared.items()}
         there, back = ([p for p in way if p.matrix in shared] for way in pool.ways())
-        gradients = _Message(pool, there, lambda piece: shared[piece.matrix][0].grad, dtype)
+        gradients = sent_home(pool, there, grads, _widest(batch.wide for _, batch in shared.values()))
         self._update_parts(others)
-        wholes = _assembled(gradients.wait(), pool)
-        updates = {matrix: self._direction_at_home(shared[matrix], wholes.pop(matrix)) for matrix in list(wholes)}
-        for piece, update in _Message(pool, back, lambda piece: piece.of(updates[piece.matrix]), dtype).wait():
+        updates = Message(pool, back, _widest(self._update_dtype(batch) for _, batch in shared.values()))
+        self._update_homes(pool, Parts(gradients, grads), shared, updates)
+        del gradients
+        updates.send()
+        for piece, update in updates.wait():
             h, batch = shared[piece.matrix]
             self._move(h, update.to(h.value.device), batch)
 
-    def _direction_at_home(self, matrix: tuple[Held, Batch], grad: Tensor) -> Tensor:
-        h, batch = matrix
-        return self._direction(grad.to(h.value.device, batch.wide), h, batch)
+    def _update_homes(
+        self, pool: Pool, parts: Parts, shared: Mapping[int, tuple[Held, Batch]], updates: Message
+    ) -> None:
+        """Make the updates whose home this is: apply them to what lies here, and put the rest into the message."""
+        going: dict[int, list[Piece]] = {}
+        for piece in updates.going:
+            going.setdefault(piece.matrix, []).append(piece)
+        own = {piece.matrix: piece for piece in updates.own}
+        for matrix in parts.matrices():
+            h, batch = shared[matrix]
+            grad = parts.whole(matrix, h.value, pool.layouts[matrix].shape, batch.wide)
+            update = self._direction(grad, h, batch)
+            for piece in going.get(matrix, ()):
+                updates.put(piece, piece.of(update))
+            if matrix in own:
+                self._move(h, own[matrix].of(update), batch)
 
 
-def _assembled(came: list[tuple[Piece, Tensor]], pool: Pool) -> dict[int, Tensor]:
-    """matrix -> the whole of it, of those whose home this is."""
-    wholes: dict[int, Tensor] = {}
-    for piece, part in came:
-        if piece.matrix not in wholes:
-            wholes[piece.matrix] = part.new_empty(pool.layouts[piece.matrix].shape)
-        piece.put(part, wholes[piece.matrix])
-    return dict(sorted(wholes.items()))
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)

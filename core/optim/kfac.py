@@ -44,9 +44,17 @@ from core.config import UserError
 from core.kernels.adamw import adamw
 from core.layout import Layout, Slice, tag
 from core.mesh import axis_size
-from core.optim.home import Pool, _assembled, _Message, balanced, held_by
+from core.optim.home import Message, Parts, Piece, Pool, balanced, held_by, sent_home
 from core.optim.kfac_cut import Apart, OtherStages, apart, cut_of, dealt_out, mesh_of, tensor_ranks
-from core.optim.kfac_layers import Layer, Sharing, find_layers, one_product, packed, packed_size, unpacked
+from core.optim.kfac_layers import (
+    Layer,
+    Sharing,
+    find_layers,
+    one_product,
+    packed_factor,
+    packed_factor_size,
+    unpacked_factor,
+)
 from core.optim.kfac_observer import Observer
 from core.optim.kfac_solve import NotInverted, damped_inverses, eigenbasis, into_basis, times
 from core.optim.roles import Role
@@ -60,6 +68,7 @@ from core.optim.spec import (
     check_options,
     own_values,
 )
+from core.optim.spectra import packed_size
 
 Fisher = Literal["sampled", "exact", "empirical"]
 Method = Literal["inverse", "eigen", "ekfac"]
@@ -71,6 +80,8 @@ HomeShapes = dict[str, tuple[int, str, tuple[int, ...]]]
 """State tensor -> the place of its layer among all, its name among those of the layer, and its shape."""
 NOT_BY_ROWS = ("*positions*", "*position_embedding*", "*wpe*")
 """Modules that look up the same for all rows of a batch."""
+FACTORS = ("row_lower", "column_lower")
+"""State tensors of R and C, packed. Those of earlier checkpoints, row_factor and column_factor, have another order."""
 
 
 class KFAC(ShardedOptimizer):
@@ -252,7 +263,7 @@ class KFAC(ShardedOptimizer):
         if self._observer is None:
             return 0
         own = [layer for index, layer in enumerate(self._layers) if self._computes(index)]
-        sums = sum(len(layer.uses) * sum(map(packed_size, layer.factor_shapes())) for layer in own)
+        sums = sum(len(layer.uses) * sum(map(packed_factor_size, layer.factor_shapes())) for layer in own)
         turned = [layer for layer in own if self._is_rescaled(layer)]
         sums += sum(math.prod(layer.shape) for layer in turned)
         bases = sum(n**2 for layer in turned for n in layer.shape)
@@ -295,7 +306,7 @@ class KFAC(ShardedOptimizer):
         """The state tensors of a layer that lie at its home, or on several ranks alike, and their shapes."""
         r, c = layer.factor_shapes()
         shapes: dict[str, tuple[int, ...]] = {"updates": (1,)}
-        shapes |= {"row_factor": (packed_size(r),), "column_factor": (packed_size(c),)}
+        shapes |= {key: (packed_factor_size(shape),) for key, shape in zip(FACTORS, (r, c))}
         if self.defaults["method"] == "inverse":
             return shapes | {"row_inverse": r, "column_inverse": c}
         shapes |= {"row_basis": _basis_shape(r), "column_basis": _basis_shape(c)}
@@ -452,11 +463,11 @@ class KFAC(ShardedOptimizer):
             return True
         r_shape, c_shape = layer.factor_shapes()
         if len(pairs) > 1:
-            r, c = one_product([(unpacked(r, r_shape), unpacked(c, c_shape)) for r, c in pairs])
-            pairs = [(packed(r), packed(c))]
+            r, c = one_product([(unpacked_factor(r, r_shape), unpacked_factor(c, c_shape)) for r, c in pairs])
+            pairs = [(packed_factor(r), packed_factor(c))]
         state["updates"] += 1
         decay = min(self.defaults["factor_decay"], 1 - 1 / float(state["updates"]))
-        for key, new in zip(("row_factor", "column_factor"), pairs[0]):
+        for key, new in zip(FACTORS, pairs[0]):
             state[key].mul_(decay).add_(new.to(state[key].device), alpha=1 - decay)
         if squares is not None:
             decay = self.defaults["factor_decay"]
@@ -469,16 +480,16 @@ class KFAC(ShardedOptimizer):
         keys = [(name, layer.expert) for layer in self._layers for name in layer.parameters if name in of]
         present = {pool.index[key]: key for key in keys}
         dtype = wide_dtype(next(iter(held.values()))[0].value.dtype)
-
-        def gradient(index: int) -> Tensor:
-            return self._own_part(present[index], of[present[index][0]][0].grad)
-
+        grads = {index: self._own_part(key, of[key[0]][0].grad) for index, key in present.items()}
         if pool.num_ranks > 1:
             there, back = ([p for p in way if p.matrix in present] for way in pool.ways())
-            wholes = _assembled(_Message(pool, there, lambda p: gradient(p.matrix), dtype).wait(), pool)
+            parts = Parts(sent_home(pool, there, grads, dtype), grads)
+            wholes = {
+                index: parts.whole(index, grads[index], pool.layouts[index].shape, dtype) for index in parts.matrices()
+            }
         else:
             there, back = [], []
-            wholes = {index: gradient(index).to(dtype) for index in present}
+            wholes = {index: grad.to(dtype) for index, grad in grads.items()}
         updates: dict[int, Tensor] = {}
         sums = [0.0, float(self._fallbacks_apart)]
         self._fallbacks_apart = 0
@@ -489,8 +500,7 @@ class KFAC(ShardedOptimizer):
             bias = None if layer.bias is None else pool.index[layer.bias, layer.expert]
             product, failed = self._layer_update(layer, wholes, weight, bias, updates, inverts)
             sums = [sums[0] + product, sums[1] + failed]
-        came = [(p.matrix, u) for p, u in _Message(pool, back, lambda p: p.of(updates[p.matrix]), dtype).wait()] \
-            if pool.num_ranks > 1 else list(updates.items())  # fmt: skip
+        came = [*updates.items()] if pool.num_ranks == 1 else _spread(pool, back, updates, dtype)
         shrink = self._last_message(pool, sums, inverts, next(iter(held.values()))[1].options)
         whole_updates: dict[str, Tensor] = {}
         for index, update in came:
@@ -561,9 +571,7 @@ class KFAC(ShardedOptimizer):
         return bool(state[key].any())
 
     def _invert(self, layer: Layer, state: dict[str, Any]) -> None:
-        r, c = (
-            unpacked(state[key], shape) for key, shape in zip(("row_factor", "column_factor"), layer.factor_shapes())
-        )
+        r, c = (unpacked_factor(state[key], shape) for key, shape in zip(FACTORS, layer.factor_shapes()))
         if self.defaults["method"] == "inverse":
             inverses = damped_inverses(r, c, self.defaults["damping"])
             for key, inverse in zip(("row_inverse", "column_inverse"), inverses):
@@ -632,6 +640,12 @@ class KFAC(ShardedOptimizer):
                 self._observer.bases[index] = state["row_basis"], state["column_basis"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch's.  Raises UserError for a state dict whose factors lie in an earlier order."""
+        if any(key.partition(".")[0] == "row_factor" for state in state_dict["state"].values() for key in state):
+            raise UserError(
+                "kfac: the state dict has row_factor, which lies in the order of an earlier version, and this one has "
+                f"{FACTORS[0]}; load it with the version that saved it, or begin with a new optimizer"
+            )
         super().load_state_dict(state_dict)
         self._show_bases()
 
@@ -657,6 +671,16 @@ class KFAC(ShardedOptimizer):
                 moments = ([h.own(name) for h in some] for name in ("exp_avg", "exp_avg_sq"))
                 values, grads = [h.value for h in some], [h.grad for h in some]
                 adamw(values, grads, *moments, step=batch.step, weight_decay=decay, maximize=False, **options)
+
+
+def _spread(pool: Pool, back: list[Piece], updates: dict[int, Tensor], dtype: torch.dtype) -> list[tuple[int, Tensor]]:
+    """Bring every rank what it holds of each update: (index, that)."""
+    message = Message(pool, back, dtype)
+    for piece in message.going:
+        message.put(piece, piece.of(updates[piece.matrix]))
+    message.send()
+    own = [(piece.matrix, piece.of(updates[piece.matrix])) for piece in message.own]
+    return own + [(piece.matrix, update) for piece, update in message.wait()]
 
 
 def _cost(layer: Layer) -> float:
@@ -766,7 +790,7 @@ def _matrices(part: Part) -> tuple[int, tuple[int, int]]:
 
 
 def _packed_elements(config: KfacConfig, sides: tuple[int, int]) -> int:
-    return sum(n if n > config.max_dim else n * (n + 1) // 2 for n in sides)
+    return sum(n if n > config.max_dim else packed_size(n) for n in sides)
 
 
 def _build(config: KfacConfig, masters: Mapping[str, Tensor]) -> KFAC:

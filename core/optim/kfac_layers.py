@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.optim.spectra import packed, packed_size, unpacked
 
 Sharing = Literal["expand", "reduce"]
 Kind = Literal["linear", "conv", "conv1d", "embedding", "head", "router", "experts"]
@@ -257,27 +258,18 @@ def outer_sum(cases: Tensor, size: int, diagonal: bool) -> Tensor:
     return cases.square().sum(0) if diagonal else cases.T @ cases
 
 
-def packed(factor: Tensor) -> Tensor:
-    """The upper triangle of a symmetric matrix [n, n], row by row, [n (n + 1) / 2]; a diagonal as it is."""
-    if factor.ndim == 1:
-        return factor
-    rows, columns = torch.triu_indices(*factor.shape, device=factor.device)
-    return factor[rows, columns]
+def packed_factor(factor: Tensor) -> Tensor:
+    """A symmetric matrix [n, n] without what is above its diagonal; a diagonal [n] as it is."""
+    return factor if factor.ndim == 1 else packed(factor)
 
 
-def packed_size(shape: tuple[int, ...]) -> int:
-    return shape[0] if len(shape) == 1 else shape[0] * (shape[0] + 1) // 2
+def packed_factor_size(shape: tuple[int, ...]) -> int:
+    return shape[0] if len(shape) == 1 else packed_size(shape[0])
 
 
-def unpacked(triangle: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The matrix that `packed` was given."""
-    if len(shape) == 1:
-        return triangle
-    rows, columns = torch.triu_indices(*shape, device=triangle.device)
-    made = triangle.new_empty(shape)
-    made[rows, columns] = triangle
-    made[columns, rows] = triangle
-    return made
+def unpacked_factor(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The factor, of that shape, that `packed_factor` was given."""
+    return values if len(shape) == 1 else unpacked(values, shape[0])
 
 
 def trace(factor: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from core.optim.kfac_layers import (
     gradient_rows,
     input_rows,
     outer_sum,
-    packed,
-    packed_size,
+    packed_factor,
+    packed_factor_size,
 )
 from core.optim.sharded import wide_dtype
 
@@ -115,7 +115,7 @@ class Observer:
         found = []
         for index in indices:
             layer = self.layers[index]
-            r, c = map(packed_size, layer.factor_shapes())
+            r, c = map(packed_factor_size, layer.factor_shapes())
             squares = layer.shape[0] * layer.shape[1] if index in self.bases else 0
             found.append([(r, 1, c, squares) if use.inputs_first else (c, 1, r, squares) for use in layer.uses])
         return found
@@ -248,7 +248,7 @@ class _Summed:
         self.projected: Tensor | None = None
         if key not in observer.seen:
             factors = ((n,) if short else (n, n) for n, short in zip(self.sizes, self.diagonal))
-            made = [y.new_zeros(packed_size(factor), dtype=wide_dtype(y.dtype)) for factor in factors]
+            made = [y.new_zeros(packed_factor_size(factor), dtype=wide_dtype(y.dtype)) for factor in factors]
             squares = made[0].new_zeros(layer.shape) if key[0] in observer.bases else None
             observer.seen[key] = Seen(made[0], 0.0, made[1], squares)
         self.seen = observer.seen[key]
@@ -258,7 +258,7 @@ class _Summed:
         has_bias = self.layer.bias is not None
         cases = inputs.own(input_rows(self.use, inputs.value, has_bias, inputs.rows, self.sharing))
         cases = cases.to(wide) if cases.is_floating_point() else cases
-        total = packed(outer_sum(cases, self.sizes[0], self.diagonal[0]).to(wide))
+        total = packed_factor(outer_sum(cases, self.sizes[0], self.diagonal[0]).to(wide))
         self.seen.inputs.add_(total, alpha=inputs.share)
         self.seen.cases += inputs.share * len(cases)
         if self.bases[0] is not None:
@@ -268,7 +268,8 @@ class _Summed:
         """x: the input of an embedding"""
         g = gradient.own(gradient_rows(self.use, gradient.value, x, gradient.rows, self.sharing))
         g = g.to(wide_dtype(g.dtype)) * factor
-        self.seen.gradients.add_(packed(outer_sum(g, self.sizes[1], self.diagonal[1])), alpha=gradient.share)
+        total = packed_factor(outer_sum(g, self.sizes[1], self.diagonal[1]))
+        self.seen.gradients.add_(total, alpha=gradient.share)
         if self.projected is not None and self.seen.squares is not None:
             both = self._squares(g @ self.bases[1], self.projected, gradient.rows)
             self.seen.squares.add_(both.T if self.layer.inputs_first else both, alpha=gradient.share)

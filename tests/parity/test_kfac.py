@@ -292,7 +292,7 @@ def homes_of_experts(case: TrainingCase) -> list[tuple[bool, bool, bool]]:
     pool, found = optimizer._homes(), []
     for index, layer in enumerate(optimizer._layers):
         if layer.expert is not None:
-            held = optimizer._state_of(layer)["row_factor"].numel() > 0
+            held = optimizer._state_of(layer)["row_lower"].numel() > 0
             found.append((optimizer._computes(index), pool.home_of(optimizer._key(layer)) == pool.rank, held))
     return found
 

@@ -146,6 +146,12 @@ def test_muon_in_every_layout(ranks, case: Case) -> None:
     check(ranks, "muon", case, steps=MANY if case == SOME[0] else FEW)
 
 
+@pytest.mark.parametrize("case", [Case(2, 2, 1), Case(4, kind="fsdp")], ids=name_of)
+def test_muon_in_fp32(ranks, case: Case) -> None:
+    """Gradients go home in fp32; updates, which are iterated in 16 bits, come back in those without loss."""
+    check(ranks, "muon", case, dtype=torch.float32)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("which", list(ADAFACTOR | FAMILY | MATRICES))
 def test_ten_steps_in_every_layout(ranks, which: str) -> None:
@@ -190,6 +196,13 @@ def test_messages_of_a_step(ranks) -> None:
     rows, cols = 4, 16
     assert found["all_reduce", "tp_col"] == (2, 4 * (rows + 1 + 2))
     assert found["all_reduce", "tp_row"] == found["all_reduce", "dp_shard"] == (2, 4 * (cols + 1 + 2))
+
+
+def test_what_muon_sends(ranks) -> None:
+    """Of a matrix [16, 32] whose home has 8 of its rows: the others' gradient in fp32, their update in 16 bits."""
+    found = ranks(2).run(messages, FAMILY["muon"], Case(2), ["matrix"])
+    sent = [[key[0], *value] for rank in found for key, value in rank.items()]
+    assert sorted(sent) == [["all_to_all", 2, 8 * 32 * 2], ["all_to_all", 2, 8 * 32 * 4]]
 
 
 def test_what_is_not_cut_sends_nothing(ranks) -> None:

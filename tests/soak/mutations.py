@@ -509,8 +509,8 @@ MUTATIONS = [
     mutation(
         "K-FAC's factors are of the last microbatch alone",
         "core/optim/kfac_observer.py",
-        "self.seen.gradients.add_(packed(outer_sum(g, self.sizes[1], self.diagonal[1])), alpha=gradient.share)",
-        "self.seen.gradients.copy_(packed(outer_sum(g, self.sizes[1], self.diagonal[1])))",
+        "self.seen.gradients.add_(total, alpha=gradient.share)",
+        "self.seen.gradients.copy_(total)",
         f"{FACTORS}::test_factors_of_linear_layers_are_their_sums",
     ),
     mutation(

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from core.layout import layout_of
 from core.optim import KFAC
 from core.optim.hessian_free import _Held, _Problem
-from core.optim.kfac_layers import unpacked
+from core.optim.kfac import FACTORS
+from core.optim.kfac_layers import unpacked_factor
 from core.optim.kfac_solve import into_basis
 from core.optim.prediction import Prediction, exact_fisher
 from tests.support.curvlinops_numbers import NUMBERS, PACKAGE, PROBLEMS, VERSION, Operator, Problem, every_product
@@ -68,7 +69,7 @@ def multiplied(optimizer: KFAC, model: nn.Module, vector: list[Tensor]) -> list[
             made = into_basis(into_basis(v, *bases) * state["scales"], *bases, back=True)
         else:
             shapes = layer.factor_shapes()
-            r, c = (unpacked(state[key], shape) for key, shape in zip(("row_factor", "column_factor"), shapes))
+            r, c = (unpacked_factor(state[key], shape) for key, shape in zip(FACTORS, shapes))
             made = (r.diag() if r.ndim == 1 else r) @ v @ (c.diag() if c.ndim == 1 else c)
         of[layer.weight], bias = layer.parted(made, tuple(weight.shape))
         if layer.bias is not None and bias is not None:

@@ -16,7 +16,8 @@ from core.kernels import cross_entropy
 from core.nn.experts import GroupedLinear
 from core.nn.loss import Head
 from core.optim import KFAC, OptimConfig, build_optimizer
-from core.optim.kfac_layers import packed, unpacked
+from core.optim.kfac import FACTORS
+from core.optim.kfac_layers import unpacked_factor
 from core.optim.kfac_solve import NotInverted
 from core.optim.prediction import Drawing, Prediction, drawn_targets, exact_fisher, mean_loss
 from core.optim.size import beside_bytes, state_bytes
@@ -36,8 +37,7 @@ def factors(optimizer: KFAC, name: str) -> tuple[Tensor, Tensor]:
     """R and C of a layer by the name of its weight."""
     layer = next(layer for layer in optimizer._layers if layer.weight == name)
     state = optimizer.state[optimizer._named[name]]
-    keys = zip(("row_factor", "column_factor"), layer.factor_shapes())
-    r, c = (unpacked(state[key], shape) for key, shape in keys)
+    r, c = (unpacked_factor(state[key], shape) for key, shape in zip(FACTORS, layer.factor_shapes()))
     return r, c
 
 
@@ -208,7 +208,7 @@ ROUTED = torch.tensor([3, 0, 2, 1])
 def routed_factors(optimizer: KFAC, expert: int) -> tuple[Tensor, Tensor]:
     layer = next(layer for layer in optimizer._layers if layer.expert == expert)
     state = optimizer._state_of(layer)
-    r, c = (unpacked(state[key], shape) for key, shape in zip(("row_factor", "column_factor"), layer.factor_shapes()))
+    r, c = (unpacked_factor(state[key], shape) for key, shape in zip(FACTORS, layer.factor_shapes()))
     return r, c
 
 
@@ -500,8 +500,13 @@ def test_a_stack_of_experts_keeps_the_bytes_that_are_foretold(method: Any) -> No
     assert optimizer.beside_bytes == beside_bytes(config, (3, 5, 6), 8, "experts") + 8 * 7**2
 
 
-def test_triangles_are_matrices() -> None:
-    x = torch.randn(5, 5)
-    x = x + x.T
-    assert packed(x).shape == (15,)
-    assert torch.equal(unpacked(packed(x), (5, 5)), x)
+@pytest.mark.parametrize("suffix", ["", ".1"], ids=["a layer's", "an expert's"])
+def test_factors_of_an_earlier_order_are_refused(suffix: str) -> None:
+    model = nn.ModuleDict({"experts": GroupedLinear(3, 6, 5, bias=True)}) if suffix else nn.Linear(3, 2)
+    optimizer = KFAC(model)
+    optimizer.init_state()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    saved["state"][0][f"row_factor{suffix}"] = saved["state"][0].pop(f"row_lower{suffix}")
+    with pytest.raises(UserError, match=r"the state dict has row_factor, .* this one has row_lower"):
+        KFAC(model).load_state_dict(saved)
