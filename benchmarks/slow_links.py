@@ -15,20 +15,22 @@ About an hour and a half of two cores; it is resumed.
 
 import json
 import math
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from apps.llm.batches import training_batches
+from apps.llm.batches import evaluation_batches, training_batches
 from apps.llm.config import PretrainConfig
 from apps.llm.corpus import Corpus, prepare
 from apps.llm.demo import fastest_precision
@@ -132,12 +134,19 @@ def study_of(options: Options) -> Study:
 
 @dataclass(frozen=True)
 class Ran:
-    """bits: step -> held-out, of a byte; seconds: of each step; sent: bytes of a step, of this rank"""
+    """What became of a run; bytes are wire bytes of one rank.
+
+    bits     step -> held-out, of a byte
+    seconds  of each step
+    sent     bytes of a step; reduced: of them those of sums
+    a_round  bytes to other workers of a round of local training
+    """
 
     bits: dict[int, float]
     seconds: list[float]
     sent: float
-    sent_a_round: float
+    reduced: float
+    a_round: float
 
 
 def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
@@ -152,10 +161,11 @@ def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
         )
         optimizer = build_optimizer(config.optim, parallel.masters)
         volume = stack.enter_context(slow_link(parallel.whole_mesh, bits_per_s))
-        passed = list[float]()
+        passed = list[tuple[float, float]]()
 
         def weight(batch: dict[str, Tensor]) -> Tensor:
-            passed.append(volume.wire_bytes)
+            sums = {key: count for key, count in volume.bytes.items() if key[0] in ("all_reduce", "reduce_scatter")}
+            passed.append((volume.wire_bytes, replace(volume, bytes=Counter(sums)).wire_bytes))
             return num_targets(batch)
 
         evaluate = heldout_evaluation(config, corpus, data_axis(mesh), runtime.device)
@@ -170,9 +180,9 @@ def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
     name = "heldout_bits_per_byte"
     bits = {row["step"]: row[name] for row in [*rows, summary] if name in row}
     calls = len(passed) // config.steps  # of `weight` in a step
-    sent = (passed[-calls] - passed[0]) / (config.steps - 1)
+    sent, reduced = ((end - begin) / (config.steps - 1) for begin, end in zip(passed[0], passed[-calls], strict=True))
     rounds = [row["sent_bytes_dp_replicate"] for row in rows if "sent_bytes_dp_replicate" in row]
-    return Ran(bits, [row["step_s"] for row in rows], sent, rounds[0] if rounds else 0.0)
+    return Ran(bits, [row["step_s"] for row in rows], sent, reduced, rounds[0] if rounds else 0.0)
 
 
 def _on_meta(config: PretrainConfig) -> Decoder:
@@ -180,13 +190,56 @@ def _on_meta(config: PretrainConfig) -> Decoder:
         return Decoder(config.model)
 
 
-def run(form: Form, config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
-    with tempfile.TemporaryDirectory(prefix="slow-links-") as folder:
-        config = replace(config, out=Path(folder))
-        return on_ranks(form.workers, trained, config, corpus, bits_per_s, preload=[__name__], limit_s=7200)[0]
+def trained_in_turn(jobs: Sequence[tuple[PretrainConfig, float]], corpus: Corpus) -> list[Ran]:
+    found = []
+    for config, bits_per_s in jobs:
+        folders = [tempfile.mkdtemp(prefix="slow-links-") if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folders, src=0)
+        found.append(trained(replace(config, out=Path(folders[0])), corpus, bits_per_s))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folders[0])
+    return found
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, and the numbers that are made of it."""
+
+    case: dict[str, str | int]
+    workers: int
+    config: PretrainConfig
+    bits_per_s: float
+    numbers: Callable[[Ran], dict[str, Number]]
+
+
+def timed(study: Study, form: Form, link: str) -> Job:
+    """Seconds of a step, and the bytes that a rank sends in one."""
+    local = replace(form.local, every=TIMED_ROUND) if form.local.every else form.local
+    config = replace(form, local=local).config(study, TIMED_STEPS, 0)
+    ends = range(TIMED_ROUND - 1, TIMED_STEPS, TIMED_ROUND) if form.local.every else range(0)
+
+    def numbers(ran: Ran) -> dict[str, Number]:
+        usual = median(s for step, s in enumerate(ran.seconds) if step >= UNTIMED and step not in ends)
+        surplus = median(ran.seconds[end] for end in ends) - usual if ends else 0.0
+        sent, reduced = [ran.a_round / ROUND] * 2 if ends else (ran.sent, ran.reduced)
+        bytes_sent = {"sent": Number(sent / 1e6, "MB/step"), "reduced": Number(reduced / 1e6, "MB/step")}
+        return {"step": Number(usual + max(0.0, surplus) / ROUND, "s")} | bytes_sent
+
+    return Job(_case("step times", form, link), form.workers, config, LINKS[link], numbers)
+
+
+def learned(study: Study, form: Form, seed: int) -> Job:
+    """Held-out bits of a byte, on the way."""
+    config = replace(form.config(study, study.steps, seed), evaluate_every=study.every)
+
+    def numbers(ran: Ran) -> dict[str, Number]:
+        return {f"after {step}": Number(found, "bits/byte") for step, found in ran.bits.items()}
+
+    return Job(_case("curves", form, "none", seed), form.workers, config, math.inf, numbers)
 
 
 class Runs:
@@ -197,47 +250,23 @@ class Runs:
         self.corpus = prepare(study.config.data, ROOT / "runs" / "corpora")
         self._known = {tuple(row.case.items()): row for row in options.earlier}
 
-    def _row(self, case: dict[str, str | int], made: Any) -> Row:
-        row = self._known.get(tuple(case.items()))
-        if row is None:
-            row = Row(case, made())
-            self.options.kept(row)
-        self.rows.append(row)
-        return row
-
-    def timed(self, form: Form, link: str) -> Row:
-        """Seconds of a step, and the bytes that a rank sends in one."""
-
-        def made() -> dict[str, Number]:
-            local = replace(form.local, every=TIMED_ROUND) if form.local.every else form.local
-            config = replace(form, local=local).config(self.study, TIMED_STEPS, 0)
-            ran = run(form, config, self.corpus, LINKS[link])
-            ends = range(TIMED_ROUND - 1, TIMED_STEPS, TIMED_ROUND) if form.local.every else range(0)
-            usual = median(s for step, s in enumerate(ran.seconds) if step >= UNTIMED and step not in ends)
-            surplus = median(ran.seconds[end] for end in ends) - usual if ends else 0.0
-            sent = ran.sent_a_round / ROUND if ends else ran.sent
-            step_s = usual + max(0.0, surplus) / ROUND
-            return {"step": Number(step_s, "s"), "sent": Number(sent / 1e6, "MB/step")}
-
-        return self._row(_case("step times", form, link), made)
-
-    def learned(self, form: Form, seed: int) -> Row:
-        study = self.study
-
-        def made() -> dict[str, Number]:
-            config = replace(form.config(study, study.steps, seed), evaluate_every=study.every)
-            bits = run(form, config, self.corpus, math.inf).bits
-            return {_after(step): Number(found, "bits/byte") for step, found in bits.items()}
-
-        return self._row(_case("curves", form, "none", seed), made)
+    def of(self, jobs: Sequence[Job]) -> list[Row]:
+        missing = [job for job in jobs if tuple(job.case.items()) not in self._known]
+        for batch in [missing] if self.options.quick and missing else [[job] for job in missing]:
+            given = [(job.config, job.bits_per_s) for job in batch]
+            ranks = on_ranks(
+                batch[0].workers, trained_in_turn, given, self.corpus, preload=[__name__], limit_s=7200
+            )  # fmt: skip
+            for job, ran in zip(batch, ranks[0], strict=True):
+                row = self._known[tuple(job.case.items())] = Row(job.case, job.numbers(ran))
+                self.options.kept(row)
+        found = [self._known[tuple(job.case.items())] for job in jobs]
+        self.rows += found
+        return found
 
 
 def _case(source: str, form: Form, link: str, seed: int | str = "") -> dict[str, str | int]:
     return {"from": source, "form": form.name, "workers": form.workers, "link": link, "seed": seed}
-
-
-def _after(step: int) -> str:
-    return f"after {step}"
 
 
 def step_of(name: str) -> int:
@@ -269,11 +298,12 @@ def measure(options: Options) -> Measured:
     study = study_of(options)
     runs, tried = Runs(study, options), forms(study.workers)
     learners = list(dict.fromkeys(form.curve for form in tried))
-    times = {(form, link): runs.timed(form, link) for link in study.links for form in tried}
-    said = estimate(study, learners, {form: times[form, "none"].numbers["step"].value for form in tried})
+    pairs = [(form, link) for link in study.links for form in tried]
+    times = dict(zip(pairs, runs.of([timed(study, form, link) for form, link in pairs]), strict=True))
+    said = estimate(study, runs.corpus, learners, {form: times[form, "none"].numbers["step"].value for form in tried})
     print(said, flush=True)
-    curves = {form: [runs.learned(form, seed) for seed in study.seeds] for form in learners}
-    means = {form: mean_curve(rows) for form, rows in curves.items()}
+    curves = runs.of([learned(study, form, seed) for seed in study.seeds for form in learners])
+    means = {form: mean_curve(curves[place :: len(learners)]) for place, form in enumerate(learners)}
     reached = max(min(curve.values()) for curve in means.values())
     totals = []
     for (form, link), row in times.items():
@@ -282,27 +312,33 @@ def measure(options: Options) -> Measured:
         totals.append(Row(_case("time to the loss", form, link), numbers))
         options.kept(totals[-1])
     last = {form: curve[max(curve)] for form, curve in means.items()}
-    found = targets(study, {form: times[form, "none"].numbers["sent"].value for form in tried}, last)
+    found = targets(study, {form: times[form, "none"].numbers["reduced"].value for form in tried}, last)
     return Measured((*runs.rows, *totals), tuple(found), notes(study, reached, said))
 
 
-def estimate(study: Study, learners: Sequence[Form], step_s: dict[Form, float]) -> str:
-    """How long the curves will take here: evaluations, of some tens of batches, are about 12 steps each."""
-    steps = study.steps + 12 * study.steps // study.every
-    seconds = len(study.seeds) * steps * sum(step_s[form] for form in learners)
-    return f"{len(study.seeds) * len(learners)} curves of {study.steps} steps: about {seconds / 60:.0f} minutes"
+def estimate(study: Study, corpus: Corpus, learners: Sequence[Form], step_s: dict[Form, float]) -> str:
+    """How long the curves will take here, where a forward is a third of a step."""
+    assert corpus.heldout is not None
+    batches = evaluation_batches(study.config.model, study.config.data, corpus.heldout, corpus.tokenizer)
+    steps = study.steps + study.steps // study.every * batches.num_batches / 3
+    minutes = len(study.seeds) * steps * sum(step_s[form] for form in learners) / 60
+    return f"{len(study.seeds) * len(learners)} curves of {study.steps} steps: about {minutes:.0f} minutes"
 
 
-def targets(study: Study, sent: dict[Form, float], last: dict[Form, float]) -> Iterator[Target]:
-    """sent: MB a step; last: held-out bits of a byte behind the last step."""
-    of = {(form.name, form.workers): form for form in sent}
+def targets(study: Study, reduced: dict[Form, float], last: dict[Form, float]) -> Iterator[Target]:
+    """reduced: MB a step; last: held-out bits of a byte behind the last step."""
+    of = {(form.name, form.workers): form for form in reduced}
     synchronous = last[of[ZERO3, study.workers[0]]]
     for workers in study.workers:
         powersgd, diloco = of[POWERSGD, workers], of[DILOCO, workers]
         whole = wire_share("all_reduce", workers) * study.gradient_bytes / 1e6
         where = f"{workers} workers"
-        yield Target(f"{ALL_REDUCE} / {POWERSGD}, bytes, {where}", 20.0, sent[of[ALL_REDUCE, workers]] / sent[powersgd])
-        yield Target(f"fp32 {ALL_REDUCE} / {DILOCO}, bytes, {where}", 750.0, whole / sent[diloco])
+        yield Target(
+            f"{ALL_REDUCE} / {POWERSGD}, bytes of reductions, {where}",
+            20.0,
+            reduced[of[ALL_REDUCE, workers]] / reduced[powersgd],
+        )
+        yield Target(f"fp32 {ALL_REDUCE} / {DILOCO}, bytes, {where}", 750.0, whole / reduced[diloco])
         for form in (powersgd, diloco):
             if form.learns_as is None:
                 what = f"1.01 of synchronous bits per byte / those of {form.name}, {where}"
@@ -318,6 +354,8 @@ def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
         "behind its computation is not seen. Links have no latency. Bytes are those of ring algorithms, of one rank.",
         f"{ALL_REDUCE} is ZeRO 0, and learns as {ZERO3} does. {DILOCO}: Muon inside, rounds of {ROUND} steps, 2 bits "
         "in both directions, error feedback. PowerSGD: rank 4 at ZeRO 0.",
+        "sent: all of a step's messages; reduced: sums alone. The rest is of Muon, where each rank updates some "
+        "matrices and sends them to the others, of ZeRO-3's gathers and of activations.",
         "Workers share this machine's cores: where there are more of them than cores, steps compute for longer.",
         f"Estimated before the curves were measured: {said}.",
     )
