@@ -10,10 +10,13 @@ all-gather, the input of a reduce-scatter or all-reduce, the tensor of a broadca
 all-to-all. A message from rank to rank is a `send` here and a `recv` there; totals count it where it is sent. What
 travels over a wire is that times (s - 1) / s for gathers and scatters and twice it for a ring all-reduce on s ranks
 (`wire_bytes`). An operator that this file does not know counts under its own name, with its first argument.
+
+`slow_link` makes messages take as long as they would over a slow link.
 """
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.compat import TorchDispatchMode, tree_leaves
+from core.config import UserError
 from core.mesh import derived_axes, joined_axis
 
 # operator name -> (our name, which argument holds the full message)
@@ -93,14 +97,23 @@ class Volume:
         return sum(n * wire_share(op, self.sizes.get(axis, 1)) for (op, axis), n in self.bytes.items())
 
 
+Passes = Callable[[str, str, int], None]
+"""Is told the operation, axis and bytes of each message."""
+
+
 class _Counter(TorchDispatchMode):
-    def __init__(self, volume: Volume, axis_of: dict[str, str]):
+    def __init__(self, volume: Volume, axis_of: dict[str, str], passes: Passes | None):
         super().__init__()
-        self.volume, self.axis_of = volume, axis_of
+        self.volume, self.axis_of, self.passes = volume, axis_of, passes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace not in ("c10d", "_c10d_functional"):
+            return func(*args, **(kwargs or {}))
+        is_known_by_result = "all_gather_into_tensor" in func._schema.name
+        if not is_known_by_result:  # a message that has been sent is there, however long its sender then waits
+            self._count(func, args, kwargs or {}, None)
         out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if is_known_by_result:
             self._count(func, args, kwargs or {}, out)
         return out
 
@@ -114,10 +127,11 @@ class _Counter(TorchDispatchMode):
             operation, position = _FULL_MESSAGE.get(name, (name, 0))
             message = args[position]
         key = (operation, self._axis((args, kwargs)))
+        num_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(message) if isinstance(t, Tensor))
         self.volume.calls[key] += 1
-        self.volume.bytes[key] += sum(
-            t.numel() * t.element_size() for t in tree_leaves(message) if isinstance(t, Tensor)
-        )
+        self.volume.bytes[key] += num_bytes
+        if self.passes is not None:
+            self.passes(*key, num_bytes)
 
     def _axis(self, arguments) -> str:
         """The axis of the process group among an operator's arguments: an object (c10d) or a name (functional)."""
@@ -134,7 +148,7 @@ class _Counter(TorchDispatchMode):
 
 
 @contextmanager
-def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
+def count_volume(mesh: DeviceMesh, passes: Passes | None = None) -> Iterator[Volume]:
     """Count every collective inside, also those of the backward pass."""
     names = mesh.mesh_dim_names or ()
     axis_of: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in reversed(names)}
@@ -145,5 +159,28 @@ def count_volume(mesh: DeviceMesh) -> Iterator[Volume]:
         axis_of.setdefault(axis.get_group().group_name, name)
         volume.sizes[name] = axis.size()
     volume.sizes["world"] = torch.distributed.get_world_size()
-    with _Counter(volume, axis_of):
+    with _Counter(volume, axis_of, passes):
+        yield volume
+
+
+@contextmanager
+def slow_link(mesh: DeviceMesh, bits_per_s: float, axes: Collection[str] | None = None) -> Iterator[Volume]:
+    """Inside, each message over these axes takes as long as a link of so many bits a second needs for its wire bytes.
+
+    The rank that sends sleeps for that time, so no message travels while it computes, and two wait for each other. What
+    a thread sends that was begun inside is not seen. `math.inf` only counts.
+
+    axes  all by default
+
+    Raises UserError for a rate that is not positive.
+    """
+    if not bits_per_s > 0:
+        raise UserError(f"a slow link of {bits_per_s} bits/s; give a positive rate, such as 1e8 for 100 Mbit/s")
+
+    def passes(operation: str, axis: str, num_bytes: int) -> None:
+        size = volume.sizes.get(axis, 1)
+        if size > 1 and (axes is None or axis in axes):
+            time.sleep(8 * wire_share(operation, size) * num_bytes / bits_per_s)
+
+    with count_volume(mesh, passes) as volume:
         yield volume

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import evoformer, noise_scale, sequence_parallel, serving, stale, tensor_parallel, train
+from benchmarks import evoformer, noise_scale, sequence_parallel, serving, slow_links, stale, tensor_parallel, train
 from benchmarks import run as runner
 from benchmarks.contenders import CONTENDERS, OPTIM, Turn, batch_of, peers_adamw
 from benchmarks.limits import SAME_ARITHMETIC, SAME_BYTES
@@ -77,6 +77,22 @@ def test_what_pairs_of_steps_differ_by_is_found_among_bursts() -> None:
         share, low, high = noise_scale.share_of(steps(0.0), steps(cost))
         assert low < cost / 1.01 < high < low + 0.01
         assert low < share < high
+
+
+def test_a_curve_passes_a_loss_on_the_line_between_two_evaluations() -> None:
+    """The first time; at its first evaluation where that is below already; one that does not is refused."""
+    curve = {300: 1.0, 100: 3.0, 200: 2.0, 400: 1.5, 500: 0.9}
+    assert slow_links.steps_to(curve, 2.0) == 200
+    assert slow_links.steps_to(curve, 1.25) == 275
+    assert slow_links.steps_to(curve, 3.5) == 100
+    with pytest.raises(ValueError, match="ends above"):
+        slow_links.steps_to(curve, 0.5)
+
+
+def test_forms_on_slow_links_are_trained_once_where_workers_do_not_matter() -> None:
+    forms = slow_links.forms((2, 4))
+    trained = [(form.name, form.workers) for form in dict.fromkeys(form.curve for form in forms)]
+    assert trained == [("ZeRO-3", 2), ("PowerSGD", 2), ("DiLoCo", 2), ("DiLoCo", 4), ("2bw", 2)]
 
 
 def test_what_is_not_a_result_is_not_written(tmp_path: Path) -> None:

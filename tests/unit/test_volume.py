@@ -1,14 +1,19 @@
 """The volume counter against programs whose collectives can be counted by hand."""
 
+from typing import cast
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from core.comm import collectives
-from core.comm.volume import Volume, count_volume
+from core.comm.volume import Volume, count_volume, slow_link
 from core.compose import ParallelConfig, parallelize
+from core.config import UserError
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.models.plan import tensor_parallel_plan
 from core.models.shapes import SHAPES
@@ -221,3 +226,34 @@ def test_hybrid_shard_also_sums_its_shards_over_the_replicas(ranks, zero: Zero) 
     assert not any(name.startswith(("reduce_scatter", "all_reduce")) for name in first)
     assert last["reduce_scatter/dp_shard"][1] == ALL
     assert last["all_reduce/dp_replicate"][1] == ALL // 2
+
+
+def each_over_a_slow_link(axes: tuple[str, ...] | None, bits_per_s: float) -> tuple[float, float]:
+    """Seconds that this rank sleeps, and the wire bytes of all its messages."""
+    mesh = build_mesh(MeshConfig(tp=2).resolve(4), "cpu")
+    tp, dp = mesh["tp"], mesh["dp_replicate"]
+    x, slept = torch.ones(4, 3, dtype=torch.float64), list[float]()
+    with patch("core.comm.volume.time.sleep", slept.append), slow_link(mesh, bits_per_s, axes) as volume:
+        collectives.all_reduce(x, tp)
+        collectives.all_gather(x, 0, dp)
+        dist.all_reduce(x)
+        dist.barrier()
+    return sum(slept), volume.wire_bytes
+
+
+def test_a_slow_link_takes_its_wire_bytes_over_its_rate(ranks) -> None:
+    """An all-reduce over two ranks sends its message once, a gather half of what it brings, one over four 1.5 times."""
+    message = 12 * FP64
+    slept, wire_bytes = ranks(4).run(each_over_a_slow_link, None, 1e6)[0]
+    assert wire_bytes == message * (1 + 1 + 1.5)
+    assert slept == pytest.approx(8 * wire_bytes / 1e6)
+    slept, _ = ranks(4).run(each_over_a_slow_link, ("dp_replicate",), 1e6)[0]
+    assert slept == pytest.approx(8 * message / 1e6)
+
+
+def test_a_slow_link_without_a_rate_is_refused() -> None:
+    with (
+        pytest.raises(UserError, match=r"a slow link of 0 bits/s; give a positive rate"),
+        slow_link(cast(DeviceMesh, None), 0),
+    ):
+        pass

@@ -1,0 +1,413 @@
+"""Slow links: step time, and time to a loss, of what sends everything, less, or seldom, over links of three speeds.
+
+The demo's model, text and optimizer (Muon), on two workers and on four. What a form learns does not depend on the link,
+only when; so curves and step times are measured apart, or slow links would make the study take days:
+
+1. Step times: a few steps of each form, number of workers and link. A link is `core.comm.volume.slow_link`, through
+   which all messages pass: a rank sleeps for its bytes / bandwidth, and computes nothing meanwhile. Of local training
+   the step that ends a round is timed apart, and its surplus counts an H-th. They say how long the rest will take.
+2. Curves: each form is trained once a seed without a link, and its held-out bits per byte are taken on the way. Those
+   of ZeRO and PowerSGD are alike on any number of workers, to 1e-10 in fp64 (tests/parity); local training's are not.
+3. Time to a loss: the mean curve's step at which the held-out loss that all forms reach is passed, times the step time.
+
+About an hour and a half of two cores; it is resumed.
+"""
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apps.llm.batches import evaluation_batches, training_batches
+from apps.llm.config import PretrainConfig
+from apps.llm.corpus import Corpus, prepare
+from apps.llm.demo import fastest_precision
+from apps.llm.loss import num_targets, token_loss
+from apps.llm.pretrain import heldout_evaluation
+from apps.llm.recipes import RECIPES
+from benchmarks.ranks import on_ranks
+from benchmarks.result import ROOT, Measured, Number, Result, Row, Target
+from benchmarks.run import Benchmark, Options, main
+from core.comm.volume import slow_link, wire_share
+from core.compose import parallelize
+from core.config import run_command
+from core.mesh import MeshConfig, Zero, data_axis
+from core.models.decoder import Decoder, initialise
+from core.models.plan import decoder_plan
+from core.optim.build import build_optimizer
+from core.parallel.compress import CommConfig
+from core.parallel.local import LocalTrainingConfig
+from core.parallel.pipeline.schedule import PipelineConfig
+from core.runtime import start
+from core.train import fit
+
+ROUND = 50
+"""Steps of a round, H."""
+TIMED_ROUND, TIMED_STEPS = 4, 8
+"""Of a run that is timed; its first two steps make state, and count what they do."""
+UNTIMED = 2
+LINKS = {"none": math.inf, "10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+ALL_REDUCE, ZERO3, POWERSGD, DILOCO, TWO_BW = "all-reduce", "ZeRO-3", "PowerSGD", "DiLoCo", "2bw"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How workers meet.  learns_as: the form whose curve is this one's"""
+
+    name: str
+    workers: int
+    learns_as: "Form | None" = None
+    zero: Zero = 0
+    pipeline: bool = False
+    comm: CommConfig = field(default_factory=CommConfig)
+    local: LocalTrainingConfig = field(default_factory=LocalTrainingConfig)
+
+    @property
+    def curve(self) -> "Form":
+        return self.learns_as or self
+
+    def config(self, study: "Study", steps: int, seed: int) -> PretrainConfig:
+        config = replace(study.config, steps=steps, seed=seed, zero=self.zero, comm=self.comm, local=self.local)
+        if self.pipeline:
+            config = replace(config, mesh=MeshConfig(pp=self.workers), pipeline=PipelineConfig("2bw"))
+        return config
+
+
+def forms(numbers: Sequence[int]) -> list[Form]:
+    found, (least, *_) = list[Form](), numbers
+    diloco = LocalTrainingConfig(every=ROUND, bits=2)
+    synchronous, powersgd = Form(ZERO3, least, zero=3), Form(POWERSGD, least, comm=CommConfig("powersgd", rank=4))
+    for workers in numbers:
+        found += [
+            Form(ALL_REDUCE, workers, synchronous),
+            replace(synchronous, workers=workers, learns_as=None if workers == least else synchronous),
+            replace(powersgd, workers=workers, learns_as=None if workers == least else powersgd),
+            Form(DILOCO, workers, local=diloco),
+        ]
+    return [*found, Form(TWO_BW, least, pipeline=True)]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The sizes.  config: what all runs have in common; every: steps between evaluations"""
+
+    config: PretrainConfig
+    workers: tuple[int, ...] = (2, 4)
+    links: tuple[str, ...] = tuple(LINKS)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    steps: int = 1500
+    every: int = 150
+
+    @property
+    def gradient_bytes(self) -> int:
+        """In fp32."""
+        return 4 * sum(p.numel() for p in _on_meta(self.config).parameters())
+
+
+def study_of(options: Options) -> Study:
+    demo = RECIPES["demo"]()
+    common = replace(demo, device="cpu", precision=fastest_precision(), hf=False)
+    if not options.quick:
+        return Study(replace(common, data=replace(demo.data, global_batch=8, heldout_fraction=0.02)))
+    small = RECIPES["debug"]()
+    model = replace(small.model, num_layers=2)
+    data = replace(small.data, global_batch=8)
+    optim = replace(demo.optim, schedule=replace(demo.optim.schedule, warmup_steps=1))
+    config = replace(common, model=model, data=data, optim=optim, precision="fp32")
+    return Study(config, workers=(2,), links=("none",), seeds=(0,), steps=4, every=2)
+
+
+# --- a run, on every rank ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a run; bytes are wire bytes of one rank.
+
+    bits     step -> held-out, of a byte
+    seconds  of each step
+    sent     bytes of a step; reduced: of them those of sums
+    a_round  bytes to other workers of a round of local training
+    """
+
+    bits: dict[int, float]
+    seconds: list[float]
+    sent: float
+    reduced: float
+    a_round: float
+
+
+def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
+    """A run over links of that rate, from begin to end."""
+    with start("cpu", config.seed) as runtime, ExitStack() as stack:
+        stack.enter_context(redirect_stdout(StringIO()))  # a line a step, of dozens of runs
+        torch.set_num_threads(1)
+        mesh = runtime.mesh(config.mesh, config.zero)
+        plan = decoder_plan(config.model, config.mesh)
+        parallel = parallelize(
+            _on_meta(config), mesh, config, plan, materialise=lambda made: initialise(made, config.seed)
+        )
+        optimizer = build_optimizer(config.optim, parallel.masters)
+        volume = stack.enter_context(slow_link(parallel.whole_mesh, bits_per_s))
+        passed = list[tuple[float, float]]()
+
+        def weight(batch: dict[str, Tensor]) -> Tensor:
+            sums = {key: count for key, count in volume.bytes.items() if key[0] in ("all_reduce", "reduce_scatter")}
+            passed.append((volume.wire_bytes, replace(volume, bytes=Counter(sums)).wire_bytes))
+            return num_targets(batch)
+
+        evaluate = heldout_evaluation(config, corpus, data_axis(mesh), runtime.device)
+        evaluate = evaluate if config.evaluate_every else None
+        summary = fit(
+            parallel, optimizer, training_batches(config, corpus), token_loss, config, runtime, weight=weight,
+            evaluate=evaluate,
+        )  # fmt: skip
+        rows = []
+        if runtime.leads:
+            rows = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    name = "heldout_bits_per_byte"
+    bits = {row["step"]: row[name] for row in [*rows, summary] if name in row}
+    calls = len(passed) // config.steps  # of `weight` in a step
+    sent, reduced = ((end - begin) / (config.steps - 1) for begin, end in zip(passed[0], passed[-calls], strict=True))
+    rounds = [row["sent_bytes_dp_replicate"] for row in rows if "sent_bytes_dp_replicate" in row]
+    return Ran(bits, [row["step_s"] for row in rows], sent, reduced, rounds[0] if rounds else 0.0)
+
+
+def _on_meta(config: PretrainConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config.model)
+
+
+def trained_in_turn(jobs: Sequence[tuple[PretrainConfig, float]], corpus: Corpus) -> list[Ran]:
+    found = []
+    for config, bits_per_s in jobs:
+        folders = [tempfile.mkdtemp(prefix="slow-links-") if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folders, src=0)
+        found.append(trained(replace(config, out=Path(folders[0])), corpus, bits_per_s))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folders[0])
+    return found
+
+
+# --- the study --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, and the numbers that are made of it."""
+
+    case: dict[str, str | int]
+    workers: int
+    config: PretrainConfig
+    bits_per_s: float
+    numbers: Callable[[Ran], dict[str, Number]]
+
+
+def timed(study: Study, form: Form, link: str) -> Job:
+    """Seconds of a step, and the bytes that a rank sends in one."""
+    local = replace(form.local, every=TIMED_ROUND) if form.local.every else form.local
+    config = replace(form, local=local).config(study, TIMED_STEPS, 0)
+    ends = range(TIMED_ROUND - 1, TIMED_STEPS, TIMED_ROUND) if form.local.every else range(0)
+
+    def numbers(ran: Ran) -> dict[str, Number]:
+        usual = median(s for step, s in enumerate(ran.seconds) if step >= UNTIMED and step not in ends)
+        surplus = median(ran.seconds[end] for end in ends) - usual if ends else 0.0
+        sent, reduced = [ran.a_round / ROUND] * 2 if ends else (ran.sent, ran.reduced)
+        bytes_sent = {"sent": Number(sent / 1e6, "MB/step"), "reduced": Number(reduced / 1e6, "MB/step")}
+        return {"step": Number(usual + max(0.0, surplus) / ROUND, "s")} | bytes_sent
+
+    return Job(_case("step times", form, link), form.workers, config, LINKS[link], numbers)
+
+
+def learned(study: Study, form: Form, seed: int) -> Job:
+    """Held-out bits of a byte, on the way."""
+    config = replace(form.config(study, study.steps, seed), evaluate_every=study.every)
+
+    def numbers(ran: Ran) -> dict[str, Number]:
+        return {f"after {step}": Number(found, "bits/byte") for step, found in ran.bits.items()}
+
+    return Job(_case("curves", form, "none", seed), form.workers, config, math.inf, numbers)
+
+
+class Runs:
+    """Each once: those that an interrupted study has finished are taken over."""
+
+    def __init__(self, study: Study, options: Options):
+        self.study, self.options, self.rows = study, options, list[Row]()
+        self.corpus = prepare(study.config.data, ROOT / "runs" / "corpora")
+        self._known = {tuple(row.case.items()): row for row in options.earlier}
+
+    def of(self, jobs: Sequence[Job]) -> list[Row]:
+        missing = [job for job in jobs if tuple(job.case.items()) not in self._known]
+        for batch in [missing] if self.options.quick and missing else [[job] for job in missing]:
+            given = [(job.config, job.bits_per_s) for job in batch]
+            ranks = on_ranks(
+                batch[0].workers, trained_in_turn, given, self.corpus, preload=[__name__], limit_s=7200
+            )  # fmt: skip
+            for job, ran in zip(batch, ranks[0], strict=True):
+                row = self._known[tuple(job.case.items())] = Row(job.case, job.numbers(ran))
+                self.options.kept(row)
+        found = [self._known[tuple(job.case.items())] for job in jobs]
+        self.rows += found
+        return found
+
+
+def _case(source: str, form: Form, link: str, seed: int | str = "") -> dict[str, str | int]:
+    return {"from": source, "form": form.name, "workers": form.workers, "link": link, "seed": seed}
+
+
+def step_of(name: str) -> int:
+    return int(name.removeprefix("after "))
+
+
+def mean_curve(rows: Sequence[Row]) -> dict[int, float]:
+    """step -> held-out bits of a byte, over the seeds."""
+    return {step_of(name): mean(row.numbers[name].value for row in rows) for name in rows[0].numbers}
+
+
+def steps_to(curve: dict[int, float], bits: float) -> float:
+    """Where a curve first passes that loss: on the straight line between two evaluations.
+
+    Raises ValueError for a curve that does not.
+    """
+    before: tuple[int, float] | None = None
+    for step, found in sorted(curve.items()):
+        if found <= bits:
+            if before is None:
+                return step
+            share = (before[1] - bits) / (before[1] - found)
+            return before[0] + share * (step - before[0])
+        before = step, found
+    raise ValueError(f"the curve ends above {bits} bits")
+
+
+def measure(options: Options) -> Measured:
+    study = study_of(options)
+    runs, tried = Runs(study, options), forms(study.workers)
+    learners = list(dict.fromkeys(form.curve for form in tried))
+    pairs = [(form, link) for link in study.links for form in tried]
+    times = dict(zip(pairs, runs.of([timed(study, form, link) for form, link in pairs]), strict=True))
+    said = estimate(study, runs.corpus, learners, {form: times[form, "none"].numbers["step"].value for form in tried})
+    print(said, flush=True)
+    curves = runs.of([learned(study, form, seed) for seed in study.seeds for form in learners])
+    means = {form: mean_curve(curves[place :: len(learners)]) for place, form in enumerate(learners)}
+    reached = max(min(curve.values()) for curve in means.values())
+    totals = []
+    for (form, link), row in times.items():
+        steps = steps_to(means[form.curve], reached)
+        numbers = {"steps": Number(steps, ""), "time": Number(steps * row.numbers["step"].value, "s")}
+        totals.append(Row(_case("time to the loss", form, link), numbers))
+        options.kept(totals[-1])
+    last = {form: curve[max(curve)] for form, curve in means.items()}
+    found = targets(study, {form: times[form, "none"].numbers["reduced"].value for form in tried}, last)
+    return Measured((*runs.rows, *totals), tuple(found), notes(study, reached, said))
+
+
+def estimate(study: Study, corpus: Corpus, learners: Sequence[Form], step_s: dict[Form, float]) -> str:
+    """How long the curves will take here, where a forward is a third of a step."""
+    assert corpus.heldout is not None
+    batches = evaluation_batches(study.config.model, study.config.data, corpus.heldout, corpus.tokenizer)
+    steps = study.steps + study.steps // study.every * batches.num_batches / 3
+    minutes = len(study.seeds) * steps * sum(step_s[form] for form in learners) / 60
+    return f"{len(study.seeds) * len(learners)} curves of {study.steps} steps: about {minutes:.0f} minutes"
+
+
+def targets(study: Study, reduced: dict[Form, float], last: dict[Form, float]) -> Iterator[Target]:
+    """reduced: MB a step; last: held-out bits of a byte behind the last step."""
+    of = {(form.name, form.workers): form for form in reduced}
+    synchronous = last[of[ZERO3, study.workers[0]]]
+    for workers in study.workers:
+        powersgd, diloco = of[POWERSGD, workers], of[DILOCO, workers]
+        whole = wire_share("all_reduce", workers) * study.gradient_bytes / 1e6
+        where = f"{workers} workers"
+        yield Target(
+            f"{ALL_REDUCE} / {POWERSGD}, bytes of reductions, {where}",
+            20.0,
+            reduced[of[ALL_REDUCE, workers]] / reduced[powersgd],
+        )
+        yield Target(f"fp32 {ALL_REDUCE} / {DILOCO}, bytes, {where}", 750.0, whole / reduced[diloco])
+        for form in (powersgd, diloco):
+            if form.learns_as is None:
+                what = f"1.01 of synchronous bits per byte / those of {form.name}, {where}"
+                yield Target(what, 1.0, 1.01 * synchronous / last[form])
+
+
+def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
+    rows, steps = study.config.data.global_batch, study.steps
+    return (
+        f"The loss that all are timed to is {reached:.4f} held-out bits per byte, the best that the mean curve of "
+        f"every form reaches in {steps} steps of {rows} rows, which it has from all workers together.",
+        "A rank sleeps while its message is on the link: nothing is computed meanwhile, so what a form could hide "
+        "behind its computation is not seen. Links have no latency. Bytes are those of ring algorithms, of one rank.",
+        f"{ALL_REDUCE} is ZeRO 0, and learns as {ZERO3} does. {DILOCO}: Muon inside, rounds of {ROUND} steps, 2 bits "
+        "in both directions, error feedback. PowerSGD: rank 4 at ZeRO 0.",
+        "sent: all of a step's messages; reduced: sums alone. The rest is of Muon, where each rank updates some "
+        "matrices and sends them to the others, of ZeRO-3's gathers and of activations.",
+        "Workers share this machine's cores: where there are more of them than cores, steps compute for longer.",
+        f"Estimated before the curves were measured: {said}.",
+    )
+
+
+def plot(result: Result, folder: Path) -> Path:
+    """Curves; step times and times to the loss by link, of the least number of workers."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (curves, steps, times) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    of = {name: [row for row in result.figures if row.case["from"] == name] for name in SOURCES}
+    keys = dict.fromkeys((row.case["form"], row.case["workers"]) for row in of["step times"])
+    links = list(dict.fromkeys(str(row.case["link"]) for row in of["step times"]))
+    for index, (form, workers) in enumerate(keys):
+        color, label = f"C{index}", f"{form}, {workers} workers"
+        own = {
+            name: [r for r in rows if (r.case["form"], r.case["workers"]) == (form, workers)]
+            for name, rows in of.items()
+        }
+        if own["curves"]:
+            curve = mean_curve(own["curves"])
+            curves.plot(list(curve), list(curve.values()), color=color, label=label)
+        for axes, source, number in ((steps, "step times", "step"), (times, "time to the loss", "time")):
+            values = [row.numbers[number].value for row in own[source]]
+            axes.plot(links, values, marker="o", color=color, label=label)
+    curves.set(title="held-out bits per byte", xlabel="steps")
+    steps.set(title="seconds of a step", yscale="log", xlabel="link")
+    times.set(title="seconds to the loss that all reach", yscale="log", xlabel="link")
+    for axes in (curves, steps):
+        axes.legend(fontsize=7)
+    png = folder / "slow_links.png"
+    figure.savefig(png, dpi=120)
+    plt.close(figure)
+    return png
+
+
+SOURCES = ("step times", "curves", "time to the loss")
+MEASURES = (
+    "core/parallel",
+    "core/comm",
+    "core/optim",
+    "core/models/decoder.py",
+    "core/train",
+    "apps/llm/corpus.py",
+    "apps/llm/batches.py",
+    "apps/llm/recipes.py",
+    "benchmarks/slow_links.py",
+)
+BENCHMARK = Benchmark("slow_links", "Training over slow links", measure, MEASURES, plot, resumes=True)
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda argv: main(argv, only="slow_links"), sys.argv[1:]))
