@@ -15,6 +15,7 @@ McCandlish et al. 2018, An Empirical Model of Large-Batch Training, appendix A.1
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -34,9 +35,24 @@ SMALL_BYTES = 2**16
 COLLECTED_BYTES = 2**22
 """Of collected gradients, at which their norm is taken."""
 
-
 _Kind = tuple[int, torch.dtype, torch.Size]
 """Of gradients that make one tensor: how many ranks hold the same, format, shape without its first dim."""
+
+
+@dataclass(eq=False, slots=True)
+class _Seen:
+    """What is known of a parameter's gradients from the first one on: a hook that looks it up anew takes longer.
+
+    alike  where those that make one tensor with these are collected; None: they have norms of their own
+    held   one of these is in it
+    """
+
+    copies: int
+    size: int
+    partial: bool
+    alike: list[Tensor] | None
+    calls: int = 0
+    held: bool = False
 
 
 class GradientSquares:
@@ -47,39 +63,41 @@ class GradientSquares:
         alike = mesh.size() // pipeline_ranks(mesh) // data_axis(mesh).size()  # ranks of the same rows and stage
         self._copies = {n: alike // math.prod(map(r.layout.axis_size, r.layout.axes())) for n, r in table.items()}
         self._norms: dict[int, list[Tensor]] = {}  # by how many ranks hold the same
-        self._kinds: dict[str, _Kind] = {}
+        self._seen: dict[str, _Seen] = {}
         self._collected: dict[_Kind, list[Tensor]] = {}
-        self._collected_names: set[str] = set()
+        self._held: list[_Seen] = []
         self._collected_bytes = 0
         self._partial: dict[str, list[Tensor]] = {}
-        self._calls: dict[str, int] = {}
 
     def add(self, name: str, grad: Tensor) -> None:
         """One microbatch's gradient of a parameter, on this rank, that needs no gradient itself.
 
         It is only looked at: until the next one of this parameter, or `take`, so that it must not change before.
         """
-        if name in self._collected_names:
-            self._square_collected()
-        self._calls[name] = self._calls.get(name, 0) + 1
-        grad = own_part(grad) if is_dtensor(grad) else grad
-        if self._table[name].partial:
+        if is_dtensor(grad):
+            grad = own_part(grad)
+        if (seen := self._seen.get(name)) is None:
+            seen = self._seen[name] = self._first(name, grad)
+        seen.calls += 1
+        if seen.partial:
             self._partial.setdefault(name, []).append(grad.to(_wide(grad), copy=True).flatten())
-        elif (size := grad.nbytes) > SMALL_BYTES:
-            self._square(grad, self._copies[name])
+        elif seen.alike is None:
+            self._square(grad, seen.copies)
         else:
-            self._collect(name, grad, size)
+            if seen.held:
+                self._square_collected()
+            seen.alike.append(grad)
+            seen.held = True
+            self._held.append(seen)
+            self._collected_bytes += seen.size
+            if self._collected_bytes > COLLECTED_BYTES:
+                self._square_collected()
 
-    def _collect(self, name: str, grad: Tensor, size: int) -> None:
-        if (kind := self._kinds.get(name)) is None:
-            kind = self._kinds[name] = self._copies[name], grad.dtype, grad.shape[1:]
-        if (alike := self._collected.get(kind)) is None:
-            alike = self._collected[kind] = []
-        alike.append(grad if grad.ndim else grad.view(1))
-        self._collected_names.add(name)
-        self._collected_bytes += size
-        if self._collected_bytes > COLLECTED_BYTES:
-            self._square_collected()
+    def _first(self, name: str, grad: Tensor) -> _Seen:
+        copies, size = self._copies[name], grad.nbytes
+        kind = copies, grad.dtype, grad.shape[1:]
+        alike = self._collected.setdefault(kind, []) if size <= SMALL_BYTES and grad.ndim else None
+        return _Seen(copies, size, bool(self._table[name].partial), alike)
 
     @torch.no_grad()
     def _square(self, grad: Tensor, copies: int) -> None:
@@ -87,9 +105,12 @@ class GradientSquares:
 
     def _square_collected(self) -> None:
         for (copies, *_), alike in self._collected.items():
-            self._square(torch.cat(alike), copies)
-        self._collected.clear()
-        self._collected_names.clear()
+            if alike:
+                self._square(torch.cat(alike), copies)
+                alike.clear()
+        for seen in self._held:
+            seen.held = False
+        self._held.clear()
         self._collected_bytes = 0
 
     @torch.no_grad()
@@ -108,10 +129,11 @@ class GradientSquares:
             flat = torch.cat([grad for name in names for grad in self._partial[name]])
             dist.all_reduce(flat, group=sub_mesh(self._mesh, axis).get_group())
             total += flat.to(total).square().sum() / self._copies[names[0]]
-        several = max(self._calls.values(), default=0) > num_microbatches
+        several = max((seen.calls for seen in self._seen.values()), default=0) > num_microbatches
+        for seen in self._seen.values():
+            seen.calls = 0
         self._norms.clear()
         self._partial.clear()
-        self._calls.clear()
         return torch.stack((total, torch.full_like(total, float(several))))
 
     def watch(self, name: str, parameter: Tensor) -> None:
