@@ -405,6 +405,7 @@ MEASURES = (
     "apps/llm/corpus.py",
     "apps/llm/batches.py",
     "apps/llm/recipes.py",
+    "benchmarks/ranks.py",
     "benchmarks/slow_links.py",
 )
 BENCHMARK = Benchmark("slow_links", "Training over slow links", measure, MEASURES, plot, resumes=True)
