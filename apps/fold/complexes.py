@@ -8,6 +8,7 @@ they stand.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,20 @@ class ComplexTarget:
         return self.record.sequence
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(chain.sequence) for chain in self.chains)
+
+    @property
+    def letters(self) -> np.ndarray:
+        """uint8[S, N] of all rows, chains as they were given."""
+        return self.assembly.complex.msa[:, self.assembly.input_order()]
+
+    @property
+    def species(self) -> Counter[str]:
+        """Paired rows by species."""
+        return Counter() if self.assembly.pairs is None else self.assembly.pairs.counts()
+
+    @property
     def num_rows(self) -> int:
         return len(self.assembly.complex.msa)
 
@@ -102,8 +117,7 @@ class ComplexTarget:
 
 def in_input_order(one: Folded, target: ComplexTarget) -> Folded:
     """The prediction with chains as they were given; the network has those of one sequence side by side."""
-    lengths = tuple(len(chain.sequence) for chain in target.chains)
-    return of_chains(one, lengths, target.assembly.input_order(), target.assembly.chains)
+    return of_chains(one, target.lengths, target.assembly.input_order(), target.assembly.chains)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from apps.fold.model.features import Features
 from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
-from apps.fold.output.plots import plot
+from apps.fold.output.plots import plot, plot_coverage, plot_pairing
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.shares import plan_shares
@@ -397,7 +397,7 @@ def _predict_all(
         _check_finite(one, f"{model.name}, seed {seed}", config.computing)
         row = {**origin, "mean_plddt": one.mean_plddt, "ptm": one.ptm}
         row |= {} if one.iptm is None else {"iptm": one.iptm, "confidence": one.confidence}
-        files = partial(_write, one=one, record=record, row=origin, config=config)
+        files = partial(_write, one=one, target=target, row=origin, config=config)
         _on_the_first(partial(unfinished.write, number, row, files))
         unfinished.rows[number] = row  # on the other ranks, too
         progress.console.print(f"{of_record}: {_said(one)}", markup=False)
@@ -500,7 +500,8 @@ def _masks(features: Features) -> list[Tensor]:
     return [features.mask_BN, features.msa_mask_BSN, features.extra_mask_BEN, *templates]
 
 
-def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, Any], config: PredictConfig) -> None:
+def _write(folder: Path, stem: str, one: Folded, target: AnyTarget, row: dict[str, Any], config: PredictConfig) -> None:
+    record = target.record
     title = f"{record.name}, predicted by {_named(row)}"
     write_mmcif(folder / f"{stem}.cif", one, record.safe_name, title)
     if config.pdb and fits_pdb(one):
@@ -509,6 +510,15 @@ def _write(folder: Path, stem: str, one: Folded, record: Record, row: dict[str, 
     write_confidence(folder, stem, one, {"name": record.name, "sequence": sequence, **row})
     if config.plots:
         plot(folder, stem, one, f"{record.name}, {_named(row)}")
+        _plot_alignment(folder, target)
+
+
+def _plot_alignment(folder: Path, target: AnyTarget) -> None:
+    """What all predictions of a record share: drawn with the first of them."""
+    if target.num_rows > 1 and not (folder / "coverage.png").exists():
+        plot_coverage(folder, target.letters, target.lengths, target.record.name)
+        if target.species:
+            plot_pairing(folder, target.species, target.record.name)
 
 
 def _key(target: AnyTarget, models: list[Model], config: PredictConfig) -> dict[str, Any]:

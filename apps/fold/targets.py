@@ -1,6 +1,7 @@
 """The targets of folding: a sequence with its alignment and its templates, found by name."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,20 @@ class Target:
     @property
     def sequence(self) -> str:
         return self.record.sequence
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (len(self.sequence),)
+
+    @property
+    def letters(self) -> np.ndarray:
+        """uint8[S, N] of the alignment's rows."""
+        return self.alignment.letters
+
+    @property
+    def species(self) -> Counter[str]:
+        """Paired rows by species: none of a single chain."""
+        return Counter()
 
     @property
     def num_rows(self) -> int:

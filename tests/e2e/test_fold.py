@@ -87,6 +87,8 @@ def test_predict_complexes(tmp_path: Path, weights: Path, capsys) -> None:
     assert err.count("error:") == 2
     assert "trimer: 1 rows of several chains are paired of 1 species (HUMAN 1)" in said
     out = tmp_path / "out" / "trimer"
+    for drawn in ("coverage.png", "pairing.png", "rank_1_structure.png"):
+        assert (out / drawn).stat().st_size > 5000, drawn
     confidence = json.loads((out / "rank_1_confidence.json").read_text())
     assert confidence["chains"] == ["A", "B", "C"]
     assert confidence["confidence"] == pytest.approx(80 * confidence["iptm"] + 20 * confidence["ptm"], abs=0.02)
@@ -140,9 +142,10 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     assert [row["rank"] for row in ranking] == [1, 2]
     assert ranking[0]["mean_plddt"] >= ranking[1]["mean_plddt"]
     assert {row["seed"] for row in ranking} == {0, 1}
-    suffixes = (".cif", ".pdb", "_confidence.json", "_pae.npz", "_pae.json", "_plddt.png", "_pae.png")
+    suffixes = (".cif", ".pdb", "_confidence.json", "_pae.npz", "_pae.json", "_plddt.png", "_pae.png", "_structure.png")
     assert {p.name for p in (out / "short").iterdir()} == {
         "ranking.json",
+        "coverage.png",
         *(f"rank_{rank}{suffix}" for rank in (1, 2) for suffix in suffixes),
     }
     before = {p: p.stat().st_mtime_ns for p in out.rglob("rank_*")}
@@ -290,7 +293,7 @@ def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Pa
         assert NOTE in written.pop(name).read_text(), name
     with np.load(written.pop("rank_1_distogram.npz")) as file:
         assert str(file["note"]) == NOTE
-    assert set(written) == {"rank_1_plddt.png"}  # whose title has it
+    assert set(written) == {"rank_1_plddt.png", "rank_1_structure.png"}  # whose titles have it
 
     confidences, scores = [], []
     for path in files:

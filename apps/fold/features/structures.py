@@ -47,19 +47,24 @@ class Chain:
 
 @dataclass
 class _Residue:
-    """A residue as a file has it: name of three letters, number, atom -> (position, B-factor)."""
+    """A residue as a file has it: name of three letters, number, atom -> (position, B-factor); whether HETATM."""
 
     name: str
     number: str
     atoms: dict[str, tuple[np.ndarray, float]]
+    hetero: bool
 
 
-def read_structure(path: Path) -> list[Chain]:
+def read_structure(path: Path, *, hetero: bool = True) -> list[Chain]:
     """The protein chains of an mmCIF (.cif, .mmcif) or PDB file.
+
+    hetero  with residues that the file calls HETATM, as modified amino acids mostly are
 
     Raises UserError when the file cannot be read or holds no protein.
     """
     found = _mmcif_residues(read_mmcif(path), path) if is_mmcif(path) else _pdb_residues(path)
+    if not hetero:
+        found = {name: [residue for residue in rows if not residue.hetero] for name, rows in found.items()}
     chains = [chain for name, rows in found.items() if (chain := _chain(name, rows, path)) is not None]
     if not chains:
         raise UserError(f"{path} holds no protein chain")
@@ -138,6 +143,7 @@ def _mmcif_residues(content: dict[str, list[str]], path: Path) -> dict[str, list
     chains, part = column("auth_asym_id", "label_asym_id", absent="A"), column("label_asym_id", absent="A")
     numbers, codes = column("auth_seq_id", "label_seq_id", absent="?"), column("pdbx_PDB_ins_code", absent="?")
     kinds, shares = column("label_comp_id", absent="?"), column("occupancy", absent="1")
+    records = column("group_PDB", absent="ATOM")
     b_factors, axes = column("B_iso_or_equiv", absent="0"), [column(f"Cartn_{axis}", absent="?") for axis in "xyz"]
     places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # a residue's place -> its kinds -> rows
     for row, model in enumerate(models):
@@ -147,14 +153,17 @@ def _mmcif_residues(content: dict[str, list[str]], path: Path) -> dict[str, list
     found: dict[str, list[_Residue]] = {}
     for (chain, _, number, code), seen in places.items():
         kind = max(seen, key=lambda kind: max(number_of(shares[row]) for row in seen[kind]))
+        rows = seen[kind]
         atoms: dict[str, tuple[np.ndarray, float]] = {}
         try:
-            for row in sorted(seen[kind], key=lambda row: -number_of(shares[row])):
+            for row in sorted(rows, key=lambda row: -number_of(shares[row])):
                 position = np.array([float(axis[row]) for axis in axes])
                 atoms.setdefault(atom_names[row], (position, number_of(b_factors[row])))
         except ValueError as error:
             raise _unreadable(path, f"residue {number} of chain {chain}: {error}") from error
-        found.setdefault(chain, []).append(_Residue(kind, number + code.strip("?."), atoms))
+        found.setdefault(chain, []).append(
+            _Residue(kind, number + code.strip("?."), atoms, records[rows[0]] == "HETATM")
+        )
     return found
 
 
@@ -185,7 +194,9 @@ def _pdb_residues(path: Path) -> dict[str, list[_Residue]]:
                 residue = max(residue.disordered_get_list(), key=lambda r: max(a.get_occupancy() or 0 for a in r))
             atoms = {atom.get_name(): (atom.get_coord(), atom.get_bfactor()) for atom in residue}
             number = f"{residue.id[1]}{residue.id[2].strip()}"
-            found.setdefault(chain.id, []).append(_Residue(residue.get_resname().strip(), number, atoms))
+            found.setdefault(chain.id, []).append(
+                _Residue(residue.get_resname().strip(), number, atoms, residue.id[0] != " ")
+            )
     return found
 
 

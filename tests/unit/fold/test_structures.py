@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_o
 from apps.fold.output.confidence import Folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.interfaces import ipsae, pdockq2
-from apps.fold.output.plots import plot
+from apps.fold.output.plots import plot, plot_coverage, plot_pairing, rows_of_several
 from apps.fold.toy import STRUCTURES
 from apps.fold.training.dataset import structure_files
 from core.config import UserError
@@ -88,6 +89,49 @@ def test_confidences_and_plots(tmp_path: Path) -> None:
     plot(tmp_path, "r", folded, "title")
     assert (tmp_path / "r_plddt.png").stat().st_size > 5000
     assert (tmp_path / "r_pae.png").stat().st_size > 5000
+    assert (tmp_path / "r_structure.png").stat().st_size > 5000
+
+
+def _pixels(path: Path) -> np.ndarray:
+    from matplotlib.image import imread
+
+    return np.asarray(imread(path))[..., :3]
+
+
+def _has_colour(path: Path, colour: str) -> bool:
+    wanted = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    return bool((np.abs(_pixels(path) - wanted).max(-1) < 0.01).any())
+
+
+@pytest.mark.parametrize(("plddt", "colour"), [(95.0, "#0053d6"), (40.0, "#ff7d45")])
+def test_a_structure_has_the_colour_of_its_confidence(plddt: float, colour: str, tmp_path: Path) -> None:
+    folded = replace(_folded(), plddt=np.full(len(SEQUENCE), plddt, np.float32), pae=None)
+    plot(tmp_path, "r", folded, "title")
+    path = tmp_path / "r_structure.png"
+    other = {"#0053d6": "#ff7d45", "#ff7d45": "#0053d6"}[colour]
+    assert _has_colour(path, colour)
+    assert not _has_colour(path, other)
+
+
+def test_chains_are_marked_in_the_plot_of_the_pae(tmp_path: Path) -> None:
+    folded = _folded()
+    plot(tmp_path, "one", folded, "title")
+    plot(tmp_path, "two", replace(folded, lengths=(10, 15)), "title")
+    changed = np.abs(_pixels(tmp_path / "one_pae.png") - _pixels(tmp_path / "two_pae.png")).max(-1) > 0.1
+    assert changed.any(1).mean() > 0.5, "a line from top to bottom"
+    assert changed.any(0).mean() > 0.5, "and one across"
+
+
+def test_rows_and_pairs_of_an_alignment_are_drawn(tmp_path: Path) -> None:
+    letters = np.full((4, 9), residues.GAP, np.uint8)
+    letters[0], letters[1, :4], letters[2, 4:], letters[3, 3:5] = 1, 1, 1, 1
+    assert rows_of_several(letters != residues.GAP, (4, 5)).tolist() == [True, False, False, True]
+    plot_coverage(tmp_path, letters, (4, 5), "title")
+    assert _has_colour(tmp_path / "coverage.png", "#0053d6")
+    plot_coverage(tmp_path, letters, (9,), "title")
+    assert not _has_colour(tmp_path / "coverage.png", "#0053d6"), "a single chain has no rows of several"
+    plot_pairing(tmp_path, Counter({"HUMAN": 3, "MOUSE": 1}), "title")
+    assert _has_colour(tmp_path / "pairing.png", "#65cbf3")
 
 
 PDB = """\
