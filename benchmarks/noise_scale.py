@@ -1,6 +1,6 @@
 """What --noise-scale costs: steps of `llm pretrain` with it and without, in one process, on one rank.
 
-Steps go in pairs, one of each kind in an order drawn at random, so that what else the machine does falls on both alike;
+Two runs take their steps in pairs, in an order drawn at random, so that what else the machine does falls on both alike;
 the cost is a trimmed mean of the pairs' differences, with its interval. A step is `train_step` and what `fit` then
 writes and shows of it. Both clocks are read: that on the wall, and the processor time of this process, on which others'
 work does not fall. Operations that the estimate adds are counted, and are the same on every machine.
@@ -66,13 +66,13 @@ QUICK = 2
 
 
 class Run:
-    """The steps of a run of a recipe, each with the estimate or without."""
+    """The steps of a run of a recipe, with the estimate or without."""
 
-    def __init__(self, recipe: str, microbatch: int, steps: int, out: Path, stack: ExitStack):
+    def __init__(self, recipe: str, microbatch: int, steps: int, out: Path, stack: ExitStack, *, noise_scale: bool):
         """stack  closes what the run holds"""
         config = replace(
             RECIPES[recipe](), microbatch=microbatch, steps=steps, device="cpu", precision="fp32", out=out,
-            noise_scale=True,
+            noise_scale=noise_scale,
         )  # fmt: skip
         corpus = prepare(config.data, ROOT / "runs" / "corpora")
         runtime = stack.enter_context(start(config.device, config.seed))
@@ -84,6 +84,8 @@ class Run:
         parallel = parallelize(model, mesh, config, plan, materialise=lambda made: initialise(made, config.seed))
         optimizer = build_optimizer(config.optim, parallel.masters)
         self.state = TrainState(parallel, optimizer, LossScale(config.precision, config.loss_scale), {})
+        if noise_scale:
+            self.state.noise = NoiseScale(parallel, config.noise_scale_steps)
         self.log = stack.enter_context(RunLog(out, active=True))
         self.progress = stack.enter_context(Progress(steps, console=Console(file=StringIO())))
         self.taken = 0
@@ -92,10 +94,9 @@ class Run:
     def gradient_bytes(self) -> int:
         return sum(master.nbytes for master in self.state.parallel.masters.values())
 
-    def step(self, noise_scale: bool, watched: AbstractContextManager[Any] | None = None) -> tuple[float, float]:
+    def step(self, watched: AbstractContextManager[Any] | None = None) -> tuple[float, float]:
         """Take a step.  Returns its seconds on the wall and of the processor."""
         batch, state = self.batches.batch(self.taken, 0, 1), self.state
-        state.noise = NoiseScale(state.parallel, self.config.noise_scale_steps) if noise_scale else None
         with watched or nullcontext():
             began, began_cpu = time.perf_counter(), time.process_time()
             row = train_step(state, batch, token_loss, num_targets, self.config, self.taken)
@@ -104,7 +105,7 @@ class Run:
             self.log.write(row)
             self.progress.update(row)
             took = time.perf_counter() - began, time.process_time() - began_cpu
-        assert ("noise_scale" in row) == noise_scale
+        assert ("noise_scale" in row) == self.config.noise_scale
         return took
 
 
@@ -127,12 +128,12 @@ class Operations(TorchDispatchMode):
         return sum(count for name, count in self.calls.items() if name.startswith(beginning))
 
 
-def added(run: Run) -> dict[str, Number]:
+def added(runs: dict[bool, Run]) -> dict[str, Number]:
     """What the estimate adds to a step: operations, passes over gradients, reads by the host, messages."""
     without, with_it = Operations(), Operations()
-    run.step(False, without)
-    run.step(True, with_it)
-    passes = (with_it.bytes_of_norms - without.bytes_of_norms) / run.gradient_bytes / 2
+    runs[False].step(without)
+    runs[True].step(with_it)
+    passes = (with_it.bytes_of_norms - without.bytes_of_norms) / runs[True].gradient_bytes / 2
     return {
         "operations": Number(without.calls.total(), "in a step"),
         "added operations": Number(with_it.calls.total() - without.calls.total(), "in a step"),
@@ -161,15 +162,19 @@ def share_of(without: Sequence[float], with_it: Sequence[float]) -> tuple[float,
 
 def measured(recipe: str, case: Case, pairs: int) -> Row:
     with tempfile.TemporaryDirectory(prefix="noise-scale-") as folder, ExitStack() as stack:
-        run = Run(recipe, case.microbatch, FIRST + 2 + 2 * pairs, Path(folder), stack)
-        for step in range(FIRST):
-            run.step(step % 2 == 1)
-        counts, drawn = added(run), random.Random(recipe)
+        runs = {
+            which: Run(recipe, case.microbatch, FIRST + 1 + pairs, Path(folder) / str(which), stack, noise_scale=which)
+            for which in (False, True)
+        }
+        for _ in range(FIRST):
+            for run in runs.values():
+                run.step()
+        counts, drawn = added(runs), random.Random(recipe)
         seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for _ in range(pairs):
             first = drawn.random() < 0.5
             for noise_scale in (first, not first):
-                seconds[noise_scale].append(run.step(noise_scale))
+                seconds[noise_scale].append(runs[noise_scale].step())
     numbers = dict[str, Number]()
     for place, clock in enumerate(("wall", "processor")):
         without, with_it = ([took[place] for took in seconds[which]] for which in (False, True))
