@@ -482,10 +482,15 @@ def test_health_metrics_and_page(running):
     complete(running, max_tokens=3)
     assert get(running.port, "/ready")[0] == 200
     assert "version" in json.loads(get(running.port, "/version")[2])
-    status, headers, body = get(running.port, "/metrics")
+    deadline = time.monotonic() + 10
+    while True:  # an answer has left before its request is counted as ended
+        status, headers, body = get(running.port, "/metrics")
+        values = dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#"))
+        if float(values['serve_requests_running{model="first"}']) == 0 or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
-    values = dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#"))
     assert float(values['serve_written_tokens_total{model="first"}']) > 0
     assert float(values['serve_requests_running{model="first"}']) == 0
     assert float(values['serve_time_to_first_token_seconds_count{model="first"}']) > 0
