@@ -538,7 +538,7 @@ def test_place_in_the_queue_is_told(running):
     undo = running.slow_down(0.05)
     try:
         connections = [open_stream(running, prompt=f"{n} {PROMPT}") for n in range(6)]
-        running.wait(lambda: running.loop.num_queued == 2)
+        running.wait(lambda: len(running.loop.engine.running) == 4 and running.loop.num_queued == 2)
         last = open_stream(running)
         received = b""
         while b": queued behind " not in received:
