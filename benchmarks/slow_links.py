@@ -10,7 +10,7 @@ only when; so curves and step times are measured apart, or slow links would make
    of ZeRO and PowerSGD are alike on any number of workers, to 1e-10 in fp64 (tests/parity); local training's are not.
 3. Time to a loss: the mean curve's step at which the held-out loss that all forms reach is passed, times the step time.
 
-About an hour and a half of two cores; it is resumed.
+It prints how long it will take once it has timed the steps, and is resumed.
 """
 
 import json

@@ -95,7 +95,6 @@ class ParallelConfig:
 
     def _check_comm(self) -> None:
         """Raises UserError for forms of data parallelism whose reductions no compression takes the place of."""
-        every = 0 if self.rounds is None else self.rounds.every  # the options of local.async alone have none
         for there, given, why, instead in (
             (
                 self.gemini.budget is not None,
@@ -111,7 +110,7 @@ class ParallelConfig:
             ),
             (
                 self.rounds is not None,
-                f"local.every={every}",
+                f"local.every={self.local.every}",
                 "workers average the way they have come, which --local.bits and --local.keep compress",
                 "no --local.every",
             ),
@@ -125,7 +124,7 @@ class ParallelConfig:
     @property
     def rounds(self) -> LocalTrainingConfig | None:
         """How workers train locally, where they do."""
-        return self.local if isinstance(self.local, LocalTrainingConfig) and self.local.every else None
+        return self.local if self.local.every else None
 
     def _check_rounds(self, rounds: LocalTrainingConfig) -> None:
         """Raises UserError for what is not of a worker by itself."""

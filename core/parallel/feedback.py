@@ -133,7 +133,7 @@ class Feedback(ABC):
         total = torch.zeros(4, dtype=torch.float64, device=next(iter(self.errors.values())).device)
         for name, one in found.items():
             layout = self.table[name].layout
-            copies = self.mesh.size() // math.prod(map(layout.axis_size, layout.axes()))
+            copies = layout.num_holders(self.mesh)
             one, other, left = (t.double() for t in (one, true[name], given[name] - one))
             parts = (one * other, one.square(), other.square(), left.square())
             total += torch.stack([part.sum() for part in parts]) / copies

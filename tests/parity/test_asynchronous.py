@@ -23,7 +23,8 @@ from core.optim.average import WeightAverage
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig, learning_rate
 from core.optim.sgd import SgdConfig
-from core.parallel.asynchronous import Clocks, LocalConfig, ParameterServer, dealt_out
+from core.parallel.asynchronous import Clocks, ParameterServer, dealt_out
+from core.parallel.local import LocalTrainingConfig
 from core.parallel.recompute import RecomputeConfig
 from core.runtime import start
 from core.train import TrainConfig, fit
@@ -57,12 +58,12 @@ class Found(NamedTuple):
     owned: list[list[str]]
 
 
-def config(out: Path, local: LocalConfig, optim: Any = ADAMW, **options: Any) -> TrainConfig:
+def config(out: Path, local: LocalTrainingConfig, optim: Any = ADAMW, **options: Any) -> TrainConfig:
     return config_of(out, steps=STEPS, optim=optim, local=local, **options)
 
 
-def served(staleness: int) -> LocalConfig:
-    return LocalConfig("parameter_server", staleness)
+def served(staleness: int) -> LocalTrainingConfig:
+    return LocalTrainingConfig("parameter_server", staleness)
 
 
 def unevenly(model: nn.Module, batch: dict[str, Tensor], rank: int, draws: random.Random) -> Tensor:
@@ -228,7 +229,7 @@ def test_tokens_are_of_all_workers(ranks, tmp_path: Path) -> None:
     assert tokens[0] > size
     assert size * STEPS - (size - 1) * staleness <= sum(tokens) <= size * STEPS
     assert summary["tokens_per_s"] == pytest.approx(rows * sum(tokens[2:]) / sum(row["step_s"] for row in metrics[2:]))
-    ranks(2).run(run, config(tmp_path / "hogwild", LocalConfig("hogwild", 0), replace(SGD, weight_decay=0.0)))
+    ranks(2).run(run, config(tmp_path / "hogwild", LocalTrainingConfig("hogwild", 0), replace(SGD, weight_decay=0.0)))
     for row in read_metrics(tmp_path / "hogwild" / "metrics.jsonl"):
         assert 4 <= round(row["tokens_per_s"] * row["step_s"]) <= 12
 
@@ -248,7 +249,7 @@ def test_without_staleness_it_is_synchronous(
     ranks, tmp_path: Path, optim: Any, precision: str, options: dict[str, Any]
 ) -> None:
     """Clipped by the norm of the mean, too; in bf16 to the bit, since two workers' weights are powers of two."""
-    forms = {"served": served(0), "plain": LocalConfig(), "late": served(2)}
+    forms = {"served": served(0), "plain": LocalTrainingConfig(), "late": served(2)}
     given = {name: config(tmp_path / name, local, optim, precision=precision) for name, local in forms.items()}
     found, (plain, _), (late, _) = (ranks(2).run(run, each, **options) for each in given.values())
     for each in found:
@@ -259,7 +260,7 @@ def test_without_staleness_it_is_synchronous(
 @pytest.mark.soak
 def test_compiled_blocks(ranks, tmp_path: Path) -> None:
     found = ranks(2).run(run, config(tmp_path / "served", served(0), compile=True))
-    plain = ranks(2).run(run, config(tmp_path / "plain", LocalConfig()))[0]
+    plain = ranks(2).run(run, config(tmp_path / "plain", LocalTrainingConfig()))[0]
     for each in found:
         assert difference(each.end, plain.end, plain.begin) <= TOLERANCE
     summary = ranks(2).run(run, config(tmp_path / "late", served(2), compile=True, precision="bf16"))[0].summary
@@ -296,7 +297,7 @@ def test_resumed_to_the_bit(ranks, tmp_path: Path) -> None:
         assert torch.equal(resumed[name], value), name
     late = replace(given, local=served(3), out=tmp_path / "late")
     ranks(3).run(run, replace(late, stop_after=4))
-    summary = ranks(1).run(run, replace(late, local=LocalConfig(), resume="auto"))[0].summary
+    summary = ranks(1).run(run, replace(late, local=LocalTrainingConfig(), resume="auto"))[0].summary
     assert summary["step"] == STEPS
 
 
@@ -310,7 +311,7 @@ def run_with_dropout(given: TrainConfig) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["parameter_server", "hogwild"])
 def test_all_stop_after_the_same_step(ranks, tmp_path: Path, kind: Any) -> None:
     """Two that are asked at different steps; the earlier one counts, and what was saved goes on."""
-    given = config(tmp_path, LocalConfig(kind, 1), replace(SGD, weight_decay=0.0), hang_after=60)
+    given = config(tmp_path, LocalTrainingConfig(kind, 1), replace(SGD, weight_decay=0.0), hang_after=60)
     assert ranks(3).run(asked_to_stop, given) == [3] * 3
     summary = ranks(3).run(run, replace(given, resume="auto"))[0].summary
     assert summary["step"] == STEPS
@@ -354,9 +355,9 @@ def test_any_order_of_pushes_keeps_the_bound_and_ends(staleness: int) -> None:
 
 def test_hogwild(ranks, tmp_path: Path) -> None:
     """One worker is exact; several have one memory, and learn."""
-    shared, optim = LocalConfig("hogwild", 2), replace(SGD, weight_decay=0.0, clip_norm=None)
+    shared, optim = LocalTrainingConfig("hogwild", 2), replace(SGD, weight_decay=0.0, clip_norm=None)
     one = ranks(1).run(run, config(tmp_path / "one", shared, optim))[0]
-    plain = ranks(1).run(run, config(tmp_path / "plain", LocalConfig(), optim))[0]
+    plain = ranks(1).run(run, config(tmp_path / "plain", LocalTrainingConfig(), optim))[0]
     assert difference(one.end, plain.end, plain.begin) <= TOLERANCE
     found = ranks(3).run(run, config(tmp_path / "three", shared, optim))
     for each in found:
@@ -413,18 +414,18 @@ def test_an_average_is_refused(ranks, tmp_path: Path) -> None:
         ({"gemini": GeminiConfig("1GB")}, "gemini.budget=1GB"),
         ({"mesh": MeshConfig(cp=2)}, "mesh.cp=2"),
         ({"mesh": MeshConfig(ep=2)}, "mesh.ep=2"),
-        ({"local": LocalConfig("hogwild"), "precision": "bf16"}, "precision=bf16"),
+        ({"local": LocalTrainingConfig("hogwild"), "precision": "bf16"}, "precision=bf16"),
         ({"mesh": MeshConfig(tp=2)}, "mesh.tp=2"),
         ({"mesh": MeshConfig(pp=2)}, "mesh.pp=2"),
         ({"precision": "fp16"}, "precision=fp16"),
         ({"noise_scale": True}, "noise_scale"),
         ({"optim": OptimConfig("muon")}, "optim.name=muon"),
         ({"optim": replace(ADAMW, plan=True)}, "optim.plan"),
-        ({"local": LocalConfig("hogwild")}, "optim.name=adamw"),
+        ({"local": LocalTrainingConfig("hogwild")}, "optim.name=adamw"),
     ],
 )
 def test_what_it_does_not_go_with(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         config_of(tmp_path, **{"local": served(1), **options})
     with pytest.raises(UserError, match="staleness=-1"):
-        LocalConfig(staleness=-1)
+        LocalTrainingConfig(staleness=-1)

@@ -46,7 +46,7 @@ def serve(mode: str, folder: str) -> None:
     import torch
 
     from core.config import UserError
-    from core.parallel.asynchronous import LocalConfig
+    from core.parallel.local import LocalTrainingConfig
     from core.train import fit
     from tests.support.small import Rows, build, config_of, loss
 
@@ -62,7 +62,7 @@ def serve(mode: str, folder: str) -> None:
             fails(UserError)
         return loss(model, batch)
 
-    given = config_of(Path(folder, "run"), steps=1000, local=LocalConfig("parameter_server", 2))
+    given = config_of(Path(folder, "run"), steps=1000, local=LocalTrainingConfig("parameter_server", 2))
     with start("cpu") as runtime:
         state = build(given)
         if mode == "owner":

@@ -12,9 +12,9 @@ from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig, build_mesh
 from core.optim.build import OptimConfig
-from core.parallel.asynchronous import LocalConfig
 from core.parallel.compress import CommConfig, compression_of
 from core.parallel.feedback import Feedback
+from core.parallel.local import LocalTrainingConfig
 from core.parallel.powersgd import NEGLIGIBLE, orthonormal, stack_dims
 from core.placement.table import placement
 from core.runtime import start
@@ -107,7 +107,7 @@ def test_rows_that_were_never_seen_stay_zero():
             "powersgd with reduce_each: a step's gradient .*; use no --reduce-each, or no",
         ),
         ({"gemini": GeminiConfig("1GiB")}, "with gemini.budget=1GiB: gradients are moved"),
-        ({"local": LocalConfig("parameter_server")}, "with local.async=parameter_server"),
+        ({"local": LocalTrainingConfig("parameter_server")}, "with local.async=parameter_server"),
         ({"mesh": MeshConfig(pp=2)}, "with mesh.pp=2: stages .* use --mesh.pp 1"),
         ({"mesh": MeshConfig(ep=2)}, "with mesh.ep=2: experts"),
         ({"noise_scale": True}, "with noise_scale: no rank has"),

@@ -13,6 +13,8 @@ For chains A and B, PAE(i, j) being the error of j when aligned on i, in Angstro
 Neither is symmetric.
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,37 +32,42 @@ def pdockq2(folded: Folded) -> np.ndarray:
     assert folded.pae is not None
     glycine = np.array([letter == "G" for letter in folded.sequence])
     beta = np.where(glycine[:, None], folded.positions[:, residues.CA], folded.positions[:, residues.CB])
-    rows = folded.chain_rows()
-    found = np.zeros((len(rows), len(rows)))
-    for a, first in enumerate(rows):
-        for b, second in enumerate(rows):
-            if a == b:
-                continue
-            near = np.linalg.norm(beta[first][:, None] - beta[second][None], axis=-1) <= _NEAR
-            if not near.any():
-                continue
-            error = folded.pae[first, second][near].astype(np.float64)
-            inside = np.concatenate([folded.plddt[first][near.any(1)], folded.plddt[second][near.any(0)]])
-            x = (1 / (1 + (error / _SCALE) ** 2)).mean() * inside.mean()
-            found[a, b] = 1.31 / (1 + np.exp(-0.075 * (x - 84.733))) + 0.005
-    return found
+    pae, plddt = folded.pae, folded.plddt
+
+    def of_pair(first: slice, second: slice) -> float:
+        near = np.linalg.norm(beta[first][:, None] - beta[second][None], axis=-1) <= _NEAR
+        if not near.any():
+            return 0.0
+        error = pae[first, second][near].astype(np.float64)
+        inside = np.concatenate([plddt[first][near.any(1)], plddt[second][near.any(0)]])
+        x = (1 / (1 + (error / _SCALE) ** 2)).mean() * inside.mean()
+        return 1.31 / (1 + np.exp(-0.075 * (x - 84.733))) + 0.005
+
+    return _of_pairs(folded, of_pair)
 
 
 def ipsae(folded: Folded) -> np.ndarray:
     """[chains, chains], 0 to 1; its diagonal is 0."""
     assert folded.pae is not None
+    pae = folded.pae
+
+    def of_pair(first: slice, second: slice) -> float:
+        error = pae[first, second].astype(np.float64)
+        certain = error < _CERTAIN
+        count = certain.sum(1)
+        d0 = np.maximum(1.0, 1.24 * (np.maximum(count, 26) - 15) ** (1 / 3) - 1.8)
+        terms = certain / (1 + (error / d0[:, None]) ** 2)
+        return (terms.sum(1) / np.maximum(count, 1)).max()
+
+    return _of_pairs(folded, of_pair)
+
+
+def _of_pairs(folded: Folded, of_pair: Callable[[slice, slice], float]) -> np.ndarray:
+    """[chains, chains], ordered pairs of a complex's chains; of a chain with itself 0."""
     rows = folded.chain_rows()
     found = np.zeros((len(rows), len(rows)))
-    for a, first in enumerate(rows):
-        for b, second in enumerate(rows):
-            if a == b:
-                continue
-            error = folded.pae[first, second].astype(np.float64)
-            certain = error < _CERTAIN
-            count = certain.sum(1)
-            d0 = np.maximum(1.0, 1.24 * (np.maximum(count, 26) - 15) ** (1 / 3) - 1.8)
-            terms = certain / (1 + (error / d0[:, None]) ** 2)
-            found[a, b] = (terms.sum(1) / np.maximum(count, 1)).max()
+    for a, b in itertools.permutations(range(len(rows)), 2):
+        found[a, b] = of_pair(rows[a], rows[b])
     return found
 
 

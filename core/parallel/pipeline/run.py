@@ -126,7 +126,7 @@ class Pipeline(ParallelModel):
         if shared := self._shared():
             raise UserError(
                 f"noise_scale with mesh.pp={self.axis.size()}: stages share '{shared[0][0]}', and each has a part of a "
-                "microbatch's gradient; use mesh.pp=1, or a model without a tied head (--model.tied-head false)"
+                "microbatch's gradient; use mesh.pp=1, or a model without a tied head (--model.no-tied-head)"
             )
         return self.inner.squares()
 
