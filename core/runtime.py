@@ -249,6 +249,7 @@ def _tell(watch: Watch, error: BaseException) -> None:
     else:
         why = (str(error).splitlines() or [""])[0]
         print(f"rank {rank} ends, because rank {first} failed ({type(error).__name__}: {why})", file=sys.stderr)
+        watch.let_end(first)
     _print_others(but=error)
 
 

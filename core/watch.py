@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 from torch.distributed import Store
@@ -42,6 +43,14 @@ class Watch:
     def report(self, rank: int) -> int:
         """Note that a rank has failed.  Returns the one that did so first."""
         return int(self._store.compare_set(_FAILED, "", str(rank)))
+
+    def let_end(self, rank: int) -> None:
+        """Wait until a rank that failed has ended and its launcher has seen it: its exit code is that of the job."""
+        with contextlib.suppress(RuntimeError):  # the store has gone with it
+            end = time.monotonic() + GRACE_S / 2  # before the watch ends this rank
+            while (process := self._process(rank)) and _exists(process) and time.monotonic() < end:
+                time.sleep(0.05)
+        time.sleep(INTERVAL_S)
 
     def leave(self) -> None:
         """This rank is done; its end is no failure."""
@@ -73,13 +82,17 @@ class Watch:
     def _missing(self) -> int | None:
         """A rank of this machine whose process has ended without a word."""
         for rank in range(self._num_ranks):
-            if rank not in self._neighbours and self._store.check([f"watch/process/{rank}"]):
-                place, _, number = self._store.get(f"watch/process/{rank}").decode().rpartition(" ")
-                self._neighbours[rank] = int(number) if place == self._here else 0
-            process = self._neighbours.get(rank, 0)
+            process = self._process(rank)
             if process and not _exists(process) and not self._store.check([f"watch/left/{rank}"]):
                 return rank
         return None
+
+    def _process(self, rank: int) -> int:
+        """Its number; 0 where it is not known here, or on another machine."""
+        if rank not in self._neighbours and self._store.check([f"watch/process/{rank}"]):
+            place, _, number = self._store.get(f"watch/process/{rank}").decode().rpartition(" ")
+            self._neighbours[rank] = int(number) if place == self._here else 0
+        return self._neighbours.get(rank, 0)
 
 
 def _place() -> str:
