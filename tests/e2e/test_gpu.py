@@ -44,3 +44,19 @@ def test_resume_on_a_gpu_is_exact(tmp_path: Path) -> None:
     parts = _pretrain(tmp_path / "parts", "--device", DEVICE, "--stop-after", 4)
     _pretrain(parts, "--device", DEVICE, "--resume")
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-6)
+
+
+OTHERS = {
+    "adafactor": 1e-7, "adamw8bit": 1e-3, "came": 1e-7, "galore": 1e-7, "hessian_free": 1e-7, "kfac": 1e-7,
+    "lamb": 1e-7, "muon": 1e-7, "shampoo": 1e-7, "soap": 1e-7,
+}  # fmt: skip
+"""How near losses are, in fp64; a state in 8 bits rounds a number between two of them either way."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_optimizers_learn_what_they_learn_on_a_cpu(tmp_path: Path, name: str) -> None:
+    """Kernels, decompositions and Newton-Schulz of a GPU."""
+    options = ("--optim.name", name, "--precision", "fp64", "--steps", 5)
+    ours = _pretrain(tmp_path / "gpu", *options, "--device", DEVICE)
+    theirs = _pretrain(tmp_path / "cpu", *options, "--device", "cpu")
+    assert losses(ours) == pytest.approx(losses(theirs), rel=OTHERS[name])
