@@ -168,10 +168,6 @@ class KFAC(ShardedOptimizer):
         )
         if options["sharing"] == "reduce" and parts > 1:
             raise UserError("kfac: sharing=reduce with mesh.cp: ranks hold parts of a row; use expand")
-        if parts > 1 and any(c is not None and c.parts_rows for of in cuts for c in of):
-            raise UserError(
-                "kfac: mesh.cp with mesh.tp cuts the parts of rows once more; use a --mesh.tp-mode of grids"
-            )
         self._observer = Observer(found, cuts, options["sharing"], alike * parts, model)
         self._dealt = dealt_out(self._layers, rows)
         self._apart, self._shapes, self._pool = apart(self._layers, self._dealt), {}, None

@@ -79,7 +79,7 @@ class View(Protocol):
     """A use of a layer in one forward, as this rank sees it.
 
     inputs  None: they come with the first gradient
-    part    of the places of each row that the layer is given those that inputs and gradients have; None: all
+    part    of the places of this rank's part of each row those that inputs and gradients are of; None: all
     """
 
     inputs: Whole | None
@@ -151,6 +151,7 @@ class _OneAxis:
     def __init__(self, cut: Cut, use: Use, x: Tensor, y: Tensor, rows: int, length: int | None):
         self.cut, self.use, self.rows = cut, use, rows
         self.part: slice | None = None
+        self.of_gradient: slice | None = None  # of the places of the module's outputs
         self.share = 1 / cut.copies if cut.share is None else cut.share
         if cut.copies > 1:
             x = self._with_all_features(x, y, length)
@@ -167,12 +168,17 @@ class _OneAxis:
             dist.all_reduce(gradient, group=self.cut.partial)
         if self.cut.rows_of is not None:
             gradient = gradient[: self.rows]
-        gradient = gradient if self.part is None else gradient[:, self.part]
+        gradient = gradient if self.of_gradient is None else gradient[:, self.of_gradient]
         return None, Whole(gradient, self.rows, self.share)
 
     def _with_all_features(self, x: Tensor, y: Tensor, length: int | None) -> Tensor:
         cut, use = self.cut, self.use
         in_rows = x.ndim > 1 and use.kind != "conv"
+        if length == 1 and cut.dim is not None:  # its part and the whole of it are as long
+            raise UserError(
+                f"kfac: {use.name or 'the model'} has one token of a row, which mesh.tp={cut.copies} cannot share; "
+                "use longer rows, --mesh.tp 1, or fewer ranks of --mesh.cp"
+            )
         length = y.shape[1] if length is None and y.ndim > 2 else length
         cut_x = cut_y = False
         if in_rows and cut.dim is not None and y.ndim > 2:
@@ -185,10 +191,11 @@ class _OneAxis:
             start = dist.get_rank(cut.group) * most
             own = max(0, min(most, length - start))
             there, here = slice(start, start + own), slice(0, own)
-            self.part, self.share = there if cut_x else here, 1.0
+            self.part, self.share = there, 1.0
+            self.of_gradient = there if cut_x else here
             return x[:, here] if cut_x else x[:, there]
         if in_rows and x.ndim > 2 and length is not None and x.shape[1] == -(-length // cut.copies) * cut.copies:
-            self.part = slice(0, length)
+            self.part = self.of_gradient = slice(0, length)
             return x[:, :length]
         return x
 

@@ -190,8 +190,6 @@ def _refuse(
     fisher = optimizer.defaults["fisher"] if is_kfac else None
     refused = [
         (config.compile, "compile", "hooks and second derivatives do not see into compiled blocks", "use no compile"),
-        (context > 1 and fisher != "empirical", "mesh.cp", "a rank's targets are drawn of whole rows",
-         "use --mesh.cp 1" + (", or --optim.fisher empirical" if is_kfac else "")),
         (config.recompute.segmented, "recompute.mode", "a block's layers are not seen in one forward",
          "use --recompute.mode none or full"),
     ]  # fmt: skip
@@ -208,6 +206,7 @@ def _refuse(
     if not is_kfac:
         why = "products by two backwards do not pass the messages and hooks of"
         refused += [
+            (context > 1, "mesh.cp", f"{why} attention to parts of rows", "use --mesh.cp 1"),
             (pipeline_ranks(mesh) > 1, "mesh.pp", "its passes over the model go through no stages", "use --mesh.pp 1"),
             (config.gemini.budget is not None, "gemini.budget", f"{why} Gemini's chunks", "leave --gemini.budget out"),
             (config.zero == 3, "zero=3", f"{why} FSDP2", "use --zero 0, 1 or 2"),

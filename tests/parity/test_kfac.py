@@ -140,6 +140,7 @@ def test_ten_steps_of_kfac_of_the_decoder(ranks, name: str) -> None:
 
 
 EMPIRICAL = (("fisher", "empirical"),)
+EXACT = (("fisher", "exact"),)
 EP = MeshConfig(ep=2)
 GEMINI = {
     "one": (1, TrainingCase(ROTARY, parallel=parallel(3), budget="400KB", microbatch=5)),
@@ -307,6 +308,8 @@ def test_factors_of_an_expert_lie_with_one_of_the_ranks_that_have_it(ranks) -> N
     assert all(any(home for _, home, _ in of_rank) for of_rank in found)
 
 
+CONTEXT_TP = MeshConfig(cp=2, tp=2)
+LONG_EKFAC = (*EKFAC, ("max_dim", 40))
 CONTEXT = {
     "ring": (2, TrainingCase(LLAMA, MeshConfig(cp=2), parallel(), options=EMPIRICAL)),
     "ulysses zero 3": (
@@ -314,29 +317,37 @@ CONTEXT = {
         TrainingCase(replace(GPT2, num_heads=6), MeshConfig(cp=3, cp_mode="ulysses"), parallel(3), options=EMPIRICAL),
     ),
     "long ekfac": (2, TrainingCase(GPT2, MeshConfig(cp=2), parallel(), batch=24, options=(*EKFAC, *EMPIRICAL))),
-    "grid": (4, TrainingCase(ROTARY, replace(DEEP, cp=2), parallel(), options=EMPIRICAL)),
-}
+    "grid": (4, TrainingCase(ROTARY, replace(DEEP, cp=2), parallel())),
+    "sampled": (2, TrainingCase(LLAMA, MeshConfig(cp=2), parallel(), microbatch=5)),
+    "exact": (2, TrainingCase(GPT2, MeshConfig(cp=2), parallel(), options=EXACT)),
+    "tp": (4, TrainingCase(GPT2, CONTEXT_TP, parallel())),
+    "tp empirical": (4, TrainingCase(LLAMA, CONTEXT_TP, parallel(), options=EMPIRICAL)),
+    "tp ulysses": (4, TrainingCase(GPT2, replace(CONTEXT_TP, cp_mode="ulysses"), parallel(1), length=5)),
+    "tp 3": (6, TrainingCase(GPT2, MeshConfig(cp=2, tp=3), parallel(), options=EMPIRICAL)),
+    "tp long ekfac": (4, TrainingCase(LLAMA, CONTEXT_TP, parallel(3), batch=24, microbatch=5, options=LONG_EKFAC)),
+    "tp experts": (4, TrainingCase(TOPK, CONTEXT_TP, parallel(1))),
+    "tp stages": (
+        8, TrainingCase(deep(GPT2, 3), replace(CONTEXT_TP, pp=2), staged("1f1b"), batch=11, options=EMPIRICAL)),
+    "stages": (4, TrainingCase(deep(GPT2, 3), MeshConfig(pp=2, cp=2), staged("1f1b"), batch=11)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.soak) for n in CONTEXT if n != "ring"), "ring"])
-def test_kfac_of_parts_of_rows_is_that_of_one_rank(ranks, name: str) -> None:
+def check_of_parts(ranks, name: str, steps: int) -> None:
     """Of rows that their parts fill up: what fills up is no case, and items count once."""
     num_ranks, case = CONTEXT[name]
-    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=3))
+    difference, where = difference_from_single(ranks, num_ranks, replace(case, optim="kfac", steps=steps))
     assert difference <= TOLERANCE, f"{where} differs by {difference:.3g} from one rank"
 
 
-def parts_of_parts() -> str:
-    try:
-        build_decoder(TrainingCase(GPT2, MeshConfig(cp=2, tp=2), parallel(), optim="kfac", options=EMPIRICAL))
-    except UserError as refused:
-        return str(refused)
-    return ""
+@pytest.mark.parametrize("name", ["ring", "tp"])
+def test_kfac_of_parts_of_rows_is_that_of_one_rank(ranks, name: str) -> None:
+    check_of_parts(ranks, name, 3)
 
 
-def test_parts_of_rows_that_are_cut_once_more_are_refused(ranks) -> None:
-    for text in ranks(4).run(parts_of_parts):
-        assert text.startswith("kfac: mesh.cp with mesh.tp")
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CONTEXT)
+def test_ten_steps_of_kfac_of_parts_of_rows(ranks, name: str) -> None:
+    check_of_parts(ranks, name, 10)
 
 
 STAGES = {
@@ -481,11 +492,13 @@ def refusals() -> dict[str, str]:
             curvature_of(state.parallel, state.optimizer, predict, config)
         except UserError as refused:
             found[name] = str(refused)
-    cut, exact = MeshConfig(tp=2), (("fisher", "exact"),)
+    cut = MeshConfig(tp=2)
     for name, case in (
         ("hf grid", TrainingCase(ROTARY, DEEP, parallel(), optim="hessian_free")),
         ("kfac reduce tp", TrainingCase(GPT2, cut, parallel(), optim="kfac", options=(("sharing", "reduce"),))),
-        ("kfac exact tp", TrainingCase(GPT2, cut, parallel(), optim="kfac", options=exact)),
+        ("kfac exact tp", TrainingCase(GPT2, cut, parallel(), optim="kfac", options=EXACT)),
+        ("kfac one token tp", TrainingCase(GPT2, cut, parallel(), length=1, optim="kfac")),
+        ("hf cp", TrainingCase(GPT2, MeshConfig(cp=2), parallel(), optim="hessian_free")),
     ):
         try:
             state, config = build_decoder(case)
@@ -509,6 +522,8 @@ def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
             "hf grid": "optim.name=hessian_free with mesh.tp_mode",
             "kfac reduce tp": "kfac",
             "kfac exact tp": "kfac",
+            "kfac one token tp": "kfac",
+            "hf cp": "optim.name=hessian_free with mesh.cp",
             "hf bf16": "optim.name=hessian_free with precision=bf16",
         }
         for text in found.values():

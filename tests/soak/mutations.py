@@ -542,6 +542,13 @@ MUTATIONS = [
         f"{KFAC}::test_kfac_of_experts_is_that_of_one_rank[ep tp]",
     ),
     mutation(
+        "K-FAC takes places of a rank's gradients for those of its part of a row",
+        "core/optim/kfac_cut.py",
+        "self.part, self.share = there, 1.0",
+        "self.part, self.share = there if cut_x else here, 1.0",
+        f"{KFAC}::test_kfac_of_parts_of_rows_is_that_of_one_rank[tp]",
+    ),
+    mutation(
         "a look of K-FAC leaves a budget's chunks in use",
         "core/gemini/replicas.py",
         "finally:\n            self.hooks.give_up()\n\n    @contextmanager\n    def foreseen",
