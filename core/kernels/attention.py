@@ -25,7 +25,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.compat import FakeTensor
@@ -34,6 +33,7 @@ from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import is_forced, launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
+from core.kernels.torch_attention import torch_attention
 
 MAX_HEAD_SIZE = 256
 _EVERYTHING = 1 << 30
@@ -221,9 +221,8 @@ def _fused(q_BHLK: Tensor, k_BJSK: Tensor, v_BJSK: Tensor, added: Tensor | None,
     dtype = q_BHLK.dtype
     q_BHLK, k_BJSK, v_BJSK = in_one_format(q_BHLK, k_BJSK, v_BJSK, added)
     grouped = q_BHLK.shape[1] != k_BJSK.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BHLK, k_BJSK, v_BJSK, attn_mask=added, is_causal=causal, scale=scale, enable_gqa=grouped
-    ).to(dtype)
+    o_BHLK = torch_attention(q_BHLK, k_BJSK, v_BJSK, added, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return o_BHLK.to(dtype)
 
 
 def _is_shared(

@@ -24,7 +24,7 @@ from torch import Tensor
 from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
-from core.kernels.rows import row_offset, rows_of
+from core.kernels.rows import programs_summed, row_offset, rows_of
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_LENGTH = 16_384
@@ -133,6 +133,13 @@ def _unsupported(x: Tensor, *others: Tensor | None) -> str | None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _vector(vector, columns, stride, length):
+    """A weight or bias in fp32, loaded with one dim: as [1, N] it would have a layout of its own, columns over warps,
+    which the tile would be brought into, and sums of a row would go through shared memory."""
+    return tl.load(vector + columns * stride, mask=columns < length, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_forward(
     x, residual, weight, bias, y, total, mean, rstd, num_rows, length, eps,
@@ -141,7 +148,8 @@ def _norm_forward(
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-    column = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    columns = tl.arange(0, BLOCK).to(tl.int64)
+    column = columns[None, :]
     inside = (row < num_rows) & (column < length)
     at = row * length + column
     s = tl.load(x + row_offset(row, x_sizes, x_strides) + column * x_column, mask=inside, other=0.0).to(tl.float32)
@@ -159,9 +167,9 @@ def _norm_forward(
     tl.store(rstd + row, scale, mask=row < num_rows)
     s *= scale
     if HAS_WEIGHT:
-        s *= tl.load(weight + column * w_column, mask=column < length, other=0.0).to(tl.float32)
+        s *= _vector(weight, columns, w_column, length)[None, :]
     if HAS_BIAS:
-        s += tl.load(bias + column * b_column, mask=column < length, other=0.0).to(tl.float32)
+        s += _vector(bias, columns, b_column, length)[None, :]
     tl.store(y + at, s, mask=inside)
 
 
@@ -184,7 +192,10 @@ def _norm_backward(
 ):  # fmt: skip
     """Program p of P takes tiles p, p + P, …, and sums over their rows into row p of dweight and dbias, both [P, N]."""
     first = tl.program_id(0)
-    column = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    columns = tl.arange(0, BLOCK).to(tl.int64)
+    column = columns[None, :]
+    if HAS_WEIGHT:
+        w = _vector(weight, columns, w_column, length)[None, :]
     if SUMS_WEIGHT:
         weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     if SUMS_BIAS:
@@ -201,7 +212,7 @@ def _norm_backward(
         if SUMS_BIAS:
             bias_sum += g
         if HAS_WEIGHT:
-            g *= tl.load(weight + column * w_column, mask=column < length, other=0.0).to(tl.float32)
+            g *= w
         d = g - xhat * (tl.sum(g * xhat, 1)[:, None] / length)
         if CENTERED:
             d -= tl.sum(g, 1)[:, None] / length
@@ -331,51 +342,49 @@ def _backward(
     weight: Tensor | None,
     dtotal: Tensor | None,
     centered: bool,
-    sums_weight: bool,
-    sums_bias: bool,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(ds, dweight[N], dbias[N]), the latter two in fp32, and empty where they are not wanted."""
+    """(ds, dweight[N], dbias[N]), the latter two in these dtypes; without one they are not wanted, and empty."""
     num_rows, length = rstd.shape[0], total.shape[-1]
     ds = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    dtypes = weight_dtype, bias_dtype
+    wanted = [dtype for dtype in dtypes if dtype is not None]
     if not launches(total):
-        sums = (
-            torch.zeros(length if on else 0, dtype=torch.float32, device=ds.device) for on in (sums_weight, sums_bias)
-        )
-        return ds, *sums
+        return ds, *(torch.zeros(0 if d is None else length, dtype=d, device=ds.device) for d in dtypes)
     blocks = _blocks(length)
     has_dtotal = dtotal is not None
     (dy, *dy_at), (total, *total_at) = rows_of(dy), rows_of(total)
     dtotal, *dtotal_at = (total, *total_at) if dtotal is None else rows_of(dtotal)
     num_programs = _num_programs(num_rows, blocks)
-    dweight_PN, dbias_PN = (
-        torch.empty((num_programs if on else 1, length if on else 0), dtype=torch.float32, device=ds.device)
-        for on in (sums_weight, sums_bias)
-    )
+    parts_KPN = torch.empty((len(wanted), num_programs, length), dtype=torch.float32, device=ds.device)
+    of_weight, of_bias = (parts_KPN[0], parts_KPN[-1]) if wanted else (rstd, rstd)
     strides = *dy_at, *total_at, *dtotal_at, _stride(weight)
     gradients = {"CENTERED": centered, "HAS_WEIGHT": weight is not None, "HAS_DTOTAL": has_dtotal}
-    sums = {"SUMS_WEIGHT": sums_weight, "SUMS_BIAS": sums_bias}
+    sums = {"SUMS_WEIGHT": weight_dtype is not None, "SUMS_BIAS": bias_dtype is not None}
     inputs = dy, total, mean, rstd
     if length <= _MAX_FUSED_LENGTH:
 
         def run(blocks: Blocks) -> None:
             _norm_backward[(num_programs,)](
-                *inputs, _or(weight, total), dtotal, ds, dweight_PN, dbias_PN, num_rows, length, *strides,
+                *inputs, _or(weight, total), dtotal, ds, of_weight, of_bias, num_rows, length, *strides,
                 **gradients, **sums, **blocks,
             )  # fmt: skip
 
-        key = triton.next_power_of_2(num_rows), blocks["BLOCK"], dy.dtype, centered, sums_weight, sums_bias
+        key = triton.next_power_of_2(num_rows), blocks["BLOCK"], dy.dtype, centered, *sums.values()
         tuned("norm_backward", key, blocks, run, num_warps=(4, 8, 16))
-        return ds, dweight_PN.sum(0), dbias_PN.sum(0)
-    _norm_backward_long[(num_rows,)](
-        *inputs, _or(weight, total), dtotal, ds, num_rows, length, *strides,
-        **gradients, BLOCK=2048, num_warps=8,
-    )  # fmt: skip
-    if sums_weight or sums_bias:
-        _norm_backward_parameters[(num_programs, triton.cdiv(length, 128))](
-            *inputs, dweight_PN, dbias_PN, num_rows, length, *dy_at, *total_at,
-            CENTERED=centered, **sums, ROWS=8, BLOCK=128, num_warps=4,
+    else:
+        _norm_backward_long[(num_rows,)](
+            *inputs, _or(weight, total), dtotal, ds, num_rows, length, *strides,
+            **gradients, BLOCK=2048, num_warps=8,
         )  # fmt: skip
-    return ds, dweight_PN.sum(0), dbias_PN.sum(0)
+        if wanted:
+            _norm_backward_parameters[(num_programs, triton.cdiv(length, 128))](
+                *inputs, of_weight, of_bias, num_rows, length, *dy_at, *total_at,
+                CENTERED=centered, **sums, ROWS=8, BLOCK=128, num_warps=4,
+            )  # fmt: skip
+    found = iter(programs_summed(parts_KPN, *wanted) if wanted else ())
+    return ds, *(torch.empty(0, device=ds.device) if d is None else next(found) for d in dtypes)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -395,10 +404,10 @@ def _gradients(ctx, dy: Tensor | None, dtotal: Tensor | None, *_):
     if dy is None:
         ds = dtotal
     else:
-        wanted = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
-        ds, dweight, dbias = _backward(dy, total, mean, rstd, weight, dtotal, ctx.centered, *wanted)
-        dweight = dweight.to(weight_dtype) if wanted[0] else None
-        dbias = dbias.to(bias_dtype) if wanted[1] else None
+        of_weight, of_bias = ctx.needs_input_grad[2:4]
+        dtypes = weight_dtype if of_weight else None, bias_dtype if of_bias else None
+        ds, dweight, dbias = _backward(dy, total, mean, rstd, weight, dtotal, ctx.centered, *dtypes)
+        dweight, dbias = dweight if of_weight else None, dbias if of_bias else None
     dx = ds.to(x_dtype) if ctx.needs_input_grad[0] and ds is not None else None
     dresidual = ds.to(residual_dtype) if ctx.needs_input_grad[1] and ds is not None else None
     return dx, dresidual, dweight, dbias, None, None
@@ -423,9 +432,9 @@ def _blocks(length: int) -> Blocks:
 
 
 def _num_programs(num_rows: int, blocks: Blocks) -> int:
-    """Programs that sum over rows: as many as 132 processors run at a time, three on each for their registers, so that
+    """Programs that sum over rows: as many as 132 processors run at a time, four on each for their registers, so that
     none begins when others end; few enough that their sums (4 MiB) are small beside x."""
-    return min(396, max(256, (1 << 20) // blocks["BLOCK"]), triton.cdiv(num_rows, blocks["ROWS"]))
+    return min(528, max(256, (1 << 20) // blocks["BLOCK"]), triton.cdiv(num_rows, blocks["ROWS"]))
 
 
 # --- specs ------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.kernels import paged_loops
@@ -42,6 +41,7 @@ from core.kernels.blocks import Blocks, chip, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
+from core.kernels.torch_attention import torch_attention
 
 MAX_HEAD_SIZE = 256
 _SHORTEST_PART = 256
@@ -306,7 +306,7 @@ def _one_query(q_1JGK: Tensor, k_1JSK: Tensor, v_1JSK: Tensor, bias: Tensor | No
     ):  # what the next line would come to, at half the cost
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q_1JGK, k_1JSK, v_1JSK, attn_mask=bias, scale=scale)[0]
-    return F.scaled_dot_product_attention(q_1JGK, k_1JSK, v_1JSK, attn_mask=bias, scale=scale)
+    return torch_attention(q_1JGK, k_1JSK, v_1JSK, bias, scale=scale)
 
 
 def _attention(
@@ -319,9 +319,7 @@ def _attention(
     if bias is None and (N != S or window < S):
         bias = q_NJGK.new_ones(N, S, dtype=torch.bool).tril_(S - N).triu_(S - N - window + 1)
     causal, q_1HNK = bias is None, q_NJGK.flatten(1, 2).transpose(0, 1)[None]
-    o_1HNK = F.scaled_dot_product_attention(
-        q_1HNK, k_1JSK, v_1JSK, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=G > 1
-    )
+    o_1HNK = torch_attention(q_1HNK, k_1JSK, v_1JSK, bias, is_causal=causal, scale=scale, enable_gqa=G > 1)
     return o_1HNK[0].transpose(0, 1).unflatten(1, (J, G))
 
 

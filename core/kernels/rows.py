@@ -6,7 +6,7 @@ that lie in memory as one dim are merged, and where a row begins follows from at
 
 Elementwise kernels take tiles of two dims from tensors whose rows lie evenly (`as_rows`, `tile`). Gradients that are
 sums over rows take two phases: each program sums over its share of the rows in a fixed order (`shares`), then the
-programs' sums are summed.
+programs' sums are summed (`programs_summed`).
 """
 
 from collections.abc import Sequence
@@ -88,3 +88,29 @@ def shares(rows: Tensor, blocks: Blocks, width: int) -> tuple[tuple[int, int], i
     num_programs = triton.cdiv(rows.shape[0], rows_each)
     partial = torch.empty((num_programs, width), dtype=torch.float32, device=rows.device)
     return (num_programs, num_columns), rows_each, partial
+
+
+def programs_summed(parts_KPN: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    """One or two vectors [N] in these dtypes: sums over the programs P of fp32[K, P, N], in one launch for both."""
+    num_vectors, num_programs, width = parts_KPN.shape
+    assert num_vectors == len(dtypes)
+    sums = [torch.empty(width, dtype=dtype, device=parts_KPN.device) for dtype in dtypes]
+    _sum_programs[(triton.cdiv(width, 32), num_vectors)](
+        parts_KPN, sums[0], sums[-1], num_programs, width, PROGRAMS=128, BLOCK=32, num_warps=8
+    )
+    return sums
+
+
+@triton.jit
+def _sum_programs(parts, first, second, num_programs, width, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    column, program = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PROGRAMS)
+    parts += tl.program_id(1).to(tl.int64) * num_programs * width
+    total = tl.zeros((PROGRAMS, BLOCK), tl.float32)
+    for start in range(0, num_programs, PROGRAMS):
+        inside = (start + program < num_programs)[:, None] & (column < width)[None, :]
+        at = (start + program).to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(parts + at, mask=inside, other=0.0)
+    if tl.program_id(1) == 0:
+        tl.store(first + column, tl.sum(total, 0), mask=column < width)
+    else:
+        tl.store(second + column, tl.sum(total, 0), mask=column < width)

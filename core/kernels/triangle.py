@@ -14,7 +14,7 @@ one pass over memory, and one without an order (gated_output.py):
            da -> dp = mask s da,   dg = mask p s (1 - s) da,   s = sigmoid(g) computed again
     3. `pair_product`: a, b -> x[.., C, I, J]                     torch; both gradients come out channels first, too
     4. `norm_channels_last`: x[.., C, I, J] -> norm(x)[.., I, J, C]
-           with w = weight dy:  dx = rstd (w - mean(w) - x^ mean(w x^)); mean and rstd computed again from x
+           with w = weight dy:  dx = rstd (w - mean(w) - x^ mean(w x^)); mean and rstd as the forward had them
     5. norm(x) Wo and n Wg                                        torch
     6. `gated_residual`: sigmoid(n Wg + bg) (norm(x) Wo + bo), and the residual
 
@@ -28,11 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.blocks import Blocks
+from core.kernels.blocks import Blocks, chip
 from core.kernels.gated_output import gated_residual
 from core.kernels.language import tl, triton
 from core.kernels.matmul import batched_product, linear, product
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
+from core.kernels.rows import programs_summed
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
 
 MAX_CHANNELS = 1024
@@ -221,7 +222,7 @@ def norm_channels_last(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 
         shapes = f"weight {list(weight.shape)} and bias {list(bias.shape)}"
         raise ValueError(f"norm_channels_last: {shapes} are not one number for each channel of x {list(x.shape)}")
     if runs_kernel("norm_channels_last", x, unless=_too_many_channels(x) or unsupported_dtype(x, weight, bias)):
-        return _norm_forward(x, weight, bias, eps)
+        return _norm_forward(x, weight, bias, eps)[0]
     return norm_reference(x, weight, bias, eps=eps)
 
 
@@ -311,59 +312,70 @@ def _gate_backward_kernel(
 
 
 @triton.jit
-def _normal(x, batch, row, channel, num_rows, num_channels, eps):
-    """x^ [CHANNELS, ROWS] and rstd [1, ROWS] of the rows (pairs) of a tile."""
-    known = channel < num_channels
-    at = (batch * num_channels + channel) * num_rows + row
-    value = tl.load(x + at, mask=known & (row < num_rows), other=0.0).to(tl.float32)
-    off = tl.where(known, value - (tl.sum(value, 0) / num_channels)[None, :], 0.0)
-    rstd = tl.rsqrt(tl.sum(off * off, 0) / num_channels + eps)[None, :]
-    return off * rstd, rstd
+def _rows(tile, num_tiles, ROWS: tl.constexpr):
+    """A tile's batch element and its rows [1, ROWS]: 64 bits, but for a division, which in 32 is no call."""
+    return (tile // num_tiles).to(tl.int64), (tile % num_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :]
+
+
+@triton.jit
+def _vector(vector, channels, num_channels):
+    """A weight or bias in fp32, loaded with one dim, so that it has no layout that the tile would be brought into."""
+    return tl.load(vector + channels, mask=channels < num_channels, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit
 def _norm_forward_kernel(
-    x, weight, bias, y, num_rows, num_channels, num_tiles, eps, ROWS: tl.constexpr, CHANNELS: tl.constexpr
-):
-    program = tl.program_id(0).to(tl.int64)
-    batch = program // num_tiles
-    row = (program % num_tiles) * ROWS + tl.arange(0, ROWS)[None, :]
-    channel = tl.arange(0, CHANNELS)[:, None]
+    x, weight, bias, y, centre, rstd, num_rows, num_channels, num_tiles, eps,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    batch, row = _rows(tl.program_id(0), num_tiles, ROWS)
+    channels = tl.arange(0, CHANNELS)
+    channel = channels[:, None]
     known = channel < num_channels
-    w = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
-    b = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
-    normal, _ = _normal(x, batch, row, channel, num_rows, num_channels, eps)
-    tl.store(y + (batch * num_rows + row) * num_channels + channel, normal * w + b, mask=known & (row < num_rows))
+    w, b = _vector(weight, channels, num_channels), _vector(bias, channels, num_channels)
+    at = (batch * num_channels + channel) * num_rows + row
+    value = tl.load(x + at, mask=known & (row < num_rows), other=0.0).to(tl.float32)
+    mean = (tl.sum(value, 0) / num_channels)[None, :]
+    off = tl.where(known, value - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(off * off, 0) / num_channels + eps)[None, :]
+    tl.store(centre + batch * num_rows + row, mean, mask=row < num_rows)
+    tl.store(rstd + batch * num_rows + row, scale, mask=row < num_rows)
+    at = (batch * num_rows + row) * num_channels + channel
+    tl.store(y + at, off * scale * w + b, mask=known & (row < num_rows))
 
 
 @triton.jit
 def _norm_backward_kernel(
-    dy, x, weight, dx, dweight, dbias, num_rows, num_channels, num_tiles, all_tiles, tiles_each, eps,
+    dy, x, weight, centre, rstd, dx, dweight, dbias, num_rows, num_channels, num_tiles, all_tiles, tiles_each,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """dx of tiles_each tiles, and the program's part of dweight and dbias: the sums over their rows."""
-    program = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, CHANNELS)[:, None]
+    program = tl.program_id(0)
+    channels = tl.arange(0, CHANNELS)
+    channel = channels[:, None]
     known = channel < num_channels
-    w = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
-    weighted = tl.zeros((CHANNELS, 1), tl.float32)
-    plain = tl.zeros((CHANNELS, 1), tl.float32)
+    w = _vector(weight, channels, num_channels)
+    weighted = tl.zeros((CHANNELS, ROWS), tl.float32)
+    plain = tl.zeros((CHANNELS, ROWS), tl.float32)
     for tile in range(program * tiles_each, tl.minimum((program + 1) * tiles_each, all_tiles)):
-        batch = tile // num_tiles
-        row = (tile % num_tiles) * ROWS + tl.arange(0, ROWS)[None, :]
+        batch, row = _rows(tile, num_tiles, ROWS)
         inside = known & (row < num_rows)
-        normal, rstd = _normal(x, batch, row, channel, num_rows, num_channels, eps)
-        at = (batch * num_rows + row) * num_channels + channel
-        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        weighted += tl.sum(d * normal, 1)[:, None]
-        plain += tl.sum(d, 1)[:, None]
-        d *= w
-        mean = (tl.sum(d, 0) / num_channels)[None, :]
-        slope = (tl.sum(d * normal, 0) / num_channels)[None, :]
         at = (batch * num_channels + channel) * num_rows + row
-        tl.store(dx + at, rstd * (d - mean - normal * slope), mask=inside)
-    tl.store(dweight + program * num_channels + channel, weighted, mask=known)
-    tl.store(dbias + program * num_channels + channel, plain, mask=known)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        at_row = batch * num_rows + row
+        d = tl.load(dy + at_row * num_channels + channel, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + at_row, mask=row < num_rows, other=0.0)
+        mean = tl.load(centre + at_row, mask=row < num_rows, other=0.0)
+        normal = tl.where(known, (value - mean) * scale, 0.0)
+        weighted += d * normal
+        plain += d
+        d *= w
+        slope = (tl.sum(d * normal, 0) / num_channels)[None, :]
+        d -= (tl.sum(d, 0) / num_channels)[None, :]
+        tl.store(dx + at, scale * (d - normal * slope), mask=inside)
+    to = program.to(tl.int64) * num_channels + channels
+    tl.store(dweight + to, tl.sum(weighted, 1), mask=channels < num_channels)
+    tl.store(dbias + to, tl.sum(plain, 1), mask=channels < num_channels)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -445,25 +457,29 @@ _product.register_autograd(_product_gradients, setup_context=_product_setup)
 
 
 @operator("norm_channels_last_forward")
-def _norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def _norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and of each row mean and rstd, fp32[.., I, J]."""
     *lead, C, I, J = x.shape
     y = torch.empty((*lead, I, J, C), dtype=x.dtype, device=x.device)
+    mean, rstd = (torch.empty((*lead, I, J), dtype=torch.float32, device=x.device) for _ in range(2))
     if launches(x):
         blocks = _norm_blocks(C)
         num_tiles = triton.cdiv(I * J, blocks["ROWS"])
         _norm_forward_kernel[(x.numel() // (C * I * J) * num_tiles,)](
-            x.contiguous(), weight.contiguous(), bias.contiguous(), y, I * J, C, num_tiles, eps, **blocks
+            x.contiguous(), weight.contiguous(), bias.contiguous(), y, mean, rstd, I * J, C, num_tiles, eps, **blocks
         )
-    return y
+    return y, mean, rstd
 
 
 @operator("norm_channels_last_backward")
-def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """dx, and dweight and dbias [2, C] in fp32."""
+def _norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, bias_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight[C] and dbias[C]."""
     *_, C, I, J = x.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not launches(x):
-        return dx, torch.zeros((2, C), dtype=torch.float32, device=x.device)
+        return dx, *(torch.zeros(C, dtype=dtype, device=x.device) for dtype in (weight.dtype, bias_dtype))
     blocks = _norm_blocks(C, backward=True)
     num_tiles = triton.cdiv(I * J, blocks["ROWS"])
     all_tiles = x.numel() // (C * I * J) * num_tiles
@@ -471,22 +487,21 @@ def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[T
     num_programs = triton.cdiv(all_tiles, tiles_each)
     partial = torch.empty((2, num_programs, C), dtype=torch.float32, device=x.device)
     _norm_backward_kernel[(num_programs,)](
-        dy.contiguous(), x.contiguous(), weight.contiguous(), dx, *partial, I * J, C, num_tiles, all_tiles, tiles_each,
-        eps, **blocks,
+        dy.contiguous(), x.contiguous(), weight.contiguous(), mean, rstd, dx, *partial, I * J, C, num_tiles, all_tiles,
+        tiles_each, **blocks,
     )  # fmt: skip
-    return dx, partial.sum(1)
+    return dx, *programs_summed(partial, weight.dtype, bias_dtype)
 
 
 def _norm_setup(ctx, inputs, output) -> None:
-    x, weight, bias, ctx.eps = inputs
+    x, weight, bias, _ = inputs
+    _, mean, rstd = output
     ctx.dtype = bias.dtype
-    ctx.save_for_backward(x, weight)
+    ctx.save_for_backward(x, weight, mean, rstd)
 
 
-def _norm_gradients(ctx, dy: Tensor):
-    x, weight = ctx.saved_tensors
-    dx, (dweight, dbias) = _norm_backward(dy, x, weight, ctx.eps)
-    return dx, dweight.to(weight.dtype), dbias.to(ctx.dtype), None
+def _norm_gradients(ctx, dy: Tensor, *_):
+    return *_norm_backward(dy, *ctx.saved_tensors, ctx.dtype), None
 
 
 _norm_forward.register_autograd(_norm_gradients, setup_context=_norm_setup)
@@ -499,7 +514,10 @@ def _norm_blocks(num_channels: int, backward: bool = False) -> Blocks:
     """
     channels, each = triton.next_power_of_2(num_channels), 512 if backward else 1024
     rows = max(8, min(256, max(32, 4096 // channels), 16 * each // channels))
-    return {"ROWS": rows, "CHANNELS": channels, "num_warps": max(4, min(16, rows * channels // each))}
+    warps = max(4, min(16, rows * channels // each))
+    # Sums over rows stay in registers, 128 of which let 16 warps run at a time.
+    limit = {"maxnreg": 128} if backward and not chip().startswith("gfx") else {}
+    return {"ROWS": rows, "CHANNELS": channels, "num_warps": warps} | limit
 
 
 # --- spec -------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from core.compat import uncompiled
 from core.kernels.attention import attention, attention_varlen, in_one_format
 from core.kernels.operator import runs_kernel
+from core.kernels.torch_attention import torch_attention
 from core.nn.causal_attention import causal_attention, fits
 from core.nn.linear import Linear
 
@@ -182,9 +183,7 @@ def dot_product_attention(
         return causal_attention(q_BLHK, k_BSJK, v_BSJK)
     grouped = q_BLHK.shape[2] != k_BSJK.shape[2]
     q_BHLK, k_BJSK, v_BJSK = in_one_format(q_BLHK.transpose(1, 2), k_BSJK.transpose(1, 2), v_BSJK.transpose(1, 2), bias)
-    o_BHLK = F.scaled_dot_product_attention(
-        q_BHLK, k_BJSK, v_BJSK, attn_mask=bias, is_causal=is_causal, enable_gqa=grouped
-    )
+    o_BHLK = torch_attention(q_BHLK, k_BJSK, v_BJSK, bias, is_causal=is_causal, enable_gqa=grouped)
     return o_BHLK.transpose(1, 2).to(q_BLHK.dtype)
 
 

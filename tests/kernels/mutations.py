@@ -119,7 +119,8 @@ MUTATIONS = {
     ),
     "norms": of(
         "layer_norm rms_norm",
-        ("_norm_forward", "s += tl.load(bias", "s -= tl.load(bias"),
+        ("_norm_forward", "s += _vector(bias", "s -= _vector(bias"),
+        ("_vector", "columns * stride", "columns * 0"),
         ("_normalised", "s * scale, scale", "s, scale"),
         ("_norm_backward", "d -= tl.sum(g, 1)[:, None] / length", "d -= 0.0"),
         ("_norm_backward_long", "d -= xhat * mean_product", "d -= 0.0"),
@@ -182,13 +183,13 @@ MUTATIONS = {
         ),
         *of(
             "norm_channels_last",
-            ("_normal", "off * rstd, rstd", "off, rstd"),
-            ("_norm_forward_kernel", "normal * w + b", "normal * w"),
+            ("_vector", "vector + channels", "vector"),
+            ("_norm_forward_kernel", "off * scale * w + b", "off * scale * w"),
             ("_norm_backward_kernel", " - normal * slope", ""),
         ),
     ],
 }
-EXEMPT = {"_as", "_put", "_group", "_offsets", "_tile", "_nearest_code"}
+EXEMPT = {"_as", "_put", "_group", "_offsets", "_rows", "_tile", "_nearest_code"}
 """Addresses and casts that several kernels share; and codes, which no SPEC returns (see test_optimizers.py)."""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.kernels import attention
+from core.kernels import attention, torch_attention
 from core.kernels.operator import forced
 from core.kernels.paged_attention import SPECS, paged_attention, reference, write_pages, write_reference
 from tests.support.device import DEVICE
@@ -152,3 +152,32 @@ def test_wrong_shapes_are_named(change: dict, message: str) -> None:
 def test_int8_pages_need_scales() -> None:
     with pytest.raises(ValueError, match="int8 pages have scales"):
         paged_attention(**batch(int8=True) | {"v_scales": None})
+
+
+def test_what_torch_attends_to_begins_where_16_bytes_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias of the shorter sequence is a slice of the longest's; on a GPU torch's kernel does not look."""
+    monkeypatch.setattr(torch_attention, "_read_by_vectors", lambda _: True)
+    attend, begins = torch.nn.functional.scaled_dot_product_attention, []
+
+    def spy(*tensors: Tensor, attn_mask: Tensor | None, **options) -> Tensor:
+        begins.extend(x.data_ptr() % 16 for x in (*tensors, attn_mask) if x is not None)
+        return attend(*tensors, attn_mask=attn_mask, **options)
+
+    inputs = batch(Q=1, slopes=True, even=True)
+    inputs["lengths"] -= torch.tensor([0, 1, 2], dtype=inputs["lengths"].dtype, device=DEVICE)
+    with torch.enable_grad():
+        right = reference(**inputs)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        assert torch.equal(reference(**inputs), right)
+    assert len(begins) == 12
+    assert not any(begins)
+
+
+def test_a_copy_that_begins_evenly_keeps_its_values_and_expanded_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "_read_by_vectors", lambda _: True)
+    mask = torch.randn(1, 5, 25, device=DEVICE)[..., 1:].expand(1000, 5, 24)
+    even = torch_attention._begins_evenly(mask)
+    assert even.data_ptr() % 16 == 0
+    assert torch.equal(even, mask)
+    assert even.untyped_storage().nbytes() == 5 * 24 * 4
+    assert torch_attention._begins_evenly(even) is even

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from core.comm.collectives import copy_to
 from core.compat import FakeTensor, tree_leaves, tree_map
 from core.config import UserError
+from core.kernels.torch_attention import torch_attention
 from core.mesh import AnyMesh, axis_size
 from core.parallel.context import SequenceCut, check_length, gather_sequence
 from core.parallel.infer.styles import Trial, moving
@@ -242,7 +243,7 @@ class _Replaced(TorchFunctionMode):
                 return query.new_empty(*query.shape[:3], value.shape[3])
         if not known.own:
             mask = None if attn_mask is None else self._rows_of(attn_mask)
-            return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+            return torch_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if self.place.sequence.mode == "ulysses":
             attend = _to_the_whole(attn_mask, is_causal, scale)
@@ -311,7 +312,7 @@ def _to_the_whole(mask: Tensor | None, causal: bool, scale: float | None) -> Cal
             own = own.narrow(own.ndim - 3, heads.start, len(heads))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
-        o = F.scaled_dot_product_attention(q, k, v, own, is_causal=causal, scale=scale, enable_gqa=grouped)
+        o = torch_attention(q, k, v, own, is_causal=causal, scale=scale, enable_gqa=grouped)
         return o.transpose(1, 2)
 
     return attend
