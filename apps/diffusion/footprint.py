@@ -330,6 +330,7 @@ def under_budget(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace)
         config.wide,
         shared_by=lambda name: Sharers(ranks=ranks, sends=config.nproc > 1),
         policy=config.gemini.policy,
+        host_budget_bytes=config.gemini.host_bytes,
     )
     return Footprint(
         {"messages between devices": found.messages_bytes} if found.messages_bytes else {},

@@ -62,6 +62,7 @@ def estimate_gemini(
     *,
     shared_by: Callable[[str], Sharers] = lambda name: ALONE,
     policy: Policy = "auto",
+    host_budget_bytes: int | None = None,
 ) -> GeminiEstimate:
     """The plan of one rank.  Raises UserError where no step fits the budget, with the smallest in which one does.
 
@@ -91,7 +92,7 @@ def estimate_gemini(
     def messages(chunks: Sequence[Sequence[str]]) -> int:
         return beside + sum(message_bytes([[members[name] for name in chunk] for chunk in chunks], wide))
 
-    chunking = choose_chunk_size(known, step, budget_bytes, bandwidth, policy, messages)
+    chunking = choose_chunk_size(known, step, budget_bytes, bandwidth, policy, messages, host_budget_bytes)
     return GeminiEstimate(chunking.plan, messages(chunking.parameters), least_budget(known, step, messages))
 
 
@@ -130,6 +131,7 @@ def estimate_budget(
             master_dtype(parallel.precision),
             shared_by=lambda name: sharers(built, table[name].layout.axes(), parallel.zero != 0),
             policy=parallel.gemini.policy,
+            host_budget_bytes=parallel.gemini.host_bytes,
         )
 
 

@@ -23,11 +23,25 @@ class GeminiConfig:
     figure: Path | None = None
     """draw memory over a step here, device and host, as a PNG: as planned, and as the first two steps had it"""
 
+    host: str | None = None
+    """host memory of a rank for what lives there, such as 16GiB; refused where that is more. None: no limit"""
+
     def __post_init__(self) -> None:
         if self.budget is not None:
             parse_bytes(self.budget)
-        elif self.figure is not None or self.policy != "auto":
-            given = f"gemini.figure={self.figure}" if self.figure is not None else f"gemini.policy={self.policy}"
+        elif given := self._given_in_vain():
             raise UserError(f"{given} without a budget: nothing moves; give --gemini.budget, such as 10GiB")
+        if self.host is not None:
+            parse_bytes(self.host, "gemini.host")
         if self.figure is not None and self.figure.suffix != ".png":
             raise UserError(f"gemini.figure={self.figure}: the figure is a PNG; give a name that ends in .png")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The host's budget."""
+        return None if self.host is None else parse_bytes(self.host, "gemini.host")
+
+    def _given_in_vain(self) -> str | None:
+        """An option that says something of moves, with its value."""
+        given = {"figure": self.figure, "host": self.host, "policy": None if self.policy == "auto" else self.policy}
+        return next((f"gemini.{name}={value}" for name, value in given.items() if value is not None), None)

@@ -95,6 +95,7 @@ def wrap(
     precision: Precision = "fp32",
     mesh: DeviceMesh | None = None,
     sample: Callable[[], Callable[[nn.Module], Tensor]] | None = None,
+    host: str | int | None = None,
     policy: Policy = "auto",
     device: str | None = None,
 ) -> Gemini:
@@ -106,6 +107,7 @@ def wrap(
     precision  of parameters and activations; masters, optimizer state and reductions are fp32, under fp64 fp64
     mesh       the ranks; by default all of the process group, over which chunks are sharded
     sample     draws a microbatch and returns the function model -> loss of it: with it a step is planned before it runs
+    host       of each rank's host memory what may live there: as a budget; None: no limit
     policy     for comparisons: "static", "cpu"; see `core.gemini.residency`
     device     "cpu" or "cuda"; by default CUDA where there is one
 
@@ -129,7 +131,8 @@ def wrap(
         )
     own = {id(p): own_part(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     values = {key: tensor.data for key, tensor in own.items()}
-    parallel = GeminiReplicas(model, mesh, 3, precision, lambda model: None, GeminiConfig(str(budget), policy))
+    config = GeminiConfig(str(budget), policy, host=None if host is None else str(host))
+    parallel = GeminiReplicas(model, mesh, 3, precision, lambda model: None, config)
     state = dict(optimizer.state)
     replaced = {
         p: _replaced(optimizer, p, values[id(p)].dtype, parallel.masters[names[id(p)]], parallel)

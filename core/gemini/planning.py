@@ -32,6 +32,7 @@ def plan(
     bandwidth: Bandwidth,
     policy: Policy,
     axis: DeviceMesh | None,
+    host_budget_bytes: int | None = None,
 ) -> Chunking:
     """The plan of the first rank, on every rank.
 
@@ -46,7 +47,9 @@ def plan(
     outcome: list[Chunking | str] = [""]
     if dist.get_rank(group) == 0:  # what differs between ranks (speeds, ragged shards) must not make plans differ
         try:
-            outcome[0] = choose_chunk_size(parameters, step, budget_bytes, bandwidth, policy, message_bytes)
+            outcome[0] = choose_chunk_size(
+                parameters, step, budget_bytes, bandwidth, policy, message_bytes, host_budget_bytes
+            )
         except UserError as error:
             outcome[0] = str(error)
     dist.broadcast_object_list(outcome, group=group, group_src=0)
@@ -80,13 +83,19 @@ def fullest(step: StepTrace, axis: DeviceMesh | None) -> StepTrace:
 
 
 def corrected_plan(
-    chunking: Chunking, others: Sequence[int | None], bandwidth: Bandwidth, policy: Policy, axis: DeviceMesh | None
+    chunking: Chunking,
+    others: Sequence[int | None],
+    bandwidth: Bandwidth,
+    policy: Policy,
+    axis: DeviceMesh | None,
+    host_budget_bytes: int | None = None,
 ) -> Chunking:
     """The same chunks with a plan on what a real step had beside model data, on the rank where it had most.
 
     others  [moment] bytes; None of one that did not come
 
-    Raises UserError where that leaves too little of the budget, with the smallest budget that would do.
+    Raises UserError where that leaves too little of the budget, with the smallest budget that would do, and where it
+    leaves the host more than that holds.
     """
     group = None if axis is None else axis.get_group()
     seen: list[Sequence[int | None]] = [()] * dist.get_world_size(group)
@@ -98,7 +107,7 @@ def corrected_plan(
     least, budget_bytes = smallest_budget(trace), chunking.plan.budget_bytes
     if least > budget_bytes:
         raise UserError(f"gemini: as its first step ran, {too_small(budget_bytes, least)}")
-    plans = [plan_residency(trace, budget_bytes, bandwidth, policy)]
+    plans = [plan_residency(trace, budget_bytes, bandwidth, policy, host_budget_bytes)]
     dist.broadcast_object_list(plans, group=group, group_src=0)
     return replace(chunking, trace=trace, plan=plans[0])
 

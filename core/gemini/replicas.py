@@ -33,7 +33,7 @@ from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
 from core.gemini.state_device import bring_state
 from core.gemini.streams import Streams
-from core.gemini.tier import DeviceTier, parse_bytes
+from core.gemini.tier import DeviceTier, HostTier, parse_bytes
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
 from core.mesh import Zero, device_of, shard_axis, stage_axis
@@ -71,6 +71,7 @@ class GeminiReplicas(DataParallel):
         self.model, self.mesh, self.zero, self.config = model, mesh, zero, config
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self.tier = DeviceTier(parse_bytes(config.budget))
+        self.host = HostTier(config.host_bytes)
         self.planned: Chunking | None = None
         self._is_measured = False  # in this step
         self._warming: Gauge | None = None
@@ -93,11 +94,14 @@ class GeminiReplicas(DataParallel):
         return self.tier.peak_bytes if self.device.type == "cpu" else None
 
     def figures(self) -> Mapping[str, Any]:
-        """gemini_moved_bytes: between host and device, of the rank that moved most."""
-        moved = torch.tensor(self.tier.moved_bytes, device=self.device)
+        """gemini_moved_bytes: between host and device, of the rank that moved most; gemini_host_peak_bytes: on the
+        host, of the rank that had most there."""
+        most = torch.tensor([self.tier.moved_bytes, self.host.peak_bytes], device=self.device)
         if self.mesh.size() > 1:
-            dist.all_reduce(moved, op=dist.ReduceOp.MAX)
-        return {"gemini_moved_bytes": int(moved), "gemini_budget_bytes": self.tier.budget_bytes}
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        moved, on_host = most.tolist()
+        found = {"gemini_moved_bytes": moved, "gemini_budget_bytes": self.tier.budget_bytes}
+        return found | {"gemini_host_peak_bytes": on_host}
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
@@ -191,6 +195,7 @@ class GeminiReplicas(DataParallel):
             chunk_bytes = piece_of_budget(parameters, self.tier.budget_bytes)
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
             self._require_room(parameters, messages(names))
+            self.host.require(sum(p.away_bytes or 0 for p in parameters))
         else:
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
             self._bandwidth = bandwidth_of(self.device, self.ranks, copied)
@@ -204,6 +209,7 @@ class GeminiReplicas(DataParallel):
                 self._bandwidth,
                 self.config.policy,
                 stage_axis(self.mesh),
+                self.host.budget_bytes,
             )
             names = self.planned.parameters
         for member in of.values():  # from here on chunks take care of its memory
@@ -270,7 +276,9 @@ class GeminiReplicas(DataParallel):
         gauge.__exit__(None, None, None)
         self.executor.gauge = self._warming = None
         policy = self.config.policy
-        self.planned = corrected_plan(planned, gauge.others, self._bandwidth, policy, stage_axis(self.mesh))
+        self.planned = corrected_plan(
+            planned, gauge.others, self._bandwidth, policy, stage_axis(self.mesh), self.host.budget_bytes
+        )
         if self.planned.plan.resident != planned.plan.resident:
             announce(self.planned.plan, self.mesh)
         self.tier.set_other(0)
@@ -421,6 +429,7 @@ class GeminiReplicas(DataParallel):
     def publish(self) -> None:
         if self.executor is None:
             return
+        self.host.note(self._host_bytes())
         for chunk in self.chunks:
             if chunk not in self._renewed:
                 self._renew(chunk)

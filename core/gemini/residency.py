@@ -106,6 +106,21 @@ def too_small(budget_bytes: int, least_bytes: int) -> str:
     )
 
 
+class HostTooSmall(UserError):
+    """A refusal: of what the device does not hold, the host cannot hold the rest.
+
+    least_bytes  of the host that would do, with this trace and the device's budget
+    """
+
+    def __init__(self, least_bytes: int, host_budget_bytes: int):
+        self.least_bytes = least_bytes
+        super().__init__(
+            f"{_gib(least_bytes, up=True)} of model data do not fit beside the device's, and the host has "
+            f"{_gib(host_budget_bytes)}; give the host that much (--gemini.host), or the device a larger budget, or "
+            "take more ranks or a smaller model"
+        )
+
+
 def plan_residency(
     trace: Trace,
     budget_bytes: int,
@@ -113,7 +128,10 @@ def plan_residency(
     policy: Policy = "auto",
     host_budget_bytes: int | None = None,
 ) -> ResidencyPlan:
-    """Decide where chunks live and when they move.  Raises UserError when a budget is too small for any plan."""
+    """Decide where chunks live and when they move.  Raises UserError when a budget is too small for any plan.
+
+    host_budget_bytes  for what does not live on the device; where that is more, HostTooSmall is raised
+    """
     if policy not in get_args(Policy):
         raise UserError(f"no residency policy '{policy}'; the policies are {', '.join(get_args(Policy))}")
     least = smallest_budget(trace)
@@ -123,10 +141,7 @@ def plan_residency(
     resident, timeline = search.nothing_resident() if policy == "cpu" else search.best()
     host_bytes = _host_bytes(trace, resident)
     if host_budget_bytes is not None and host_bytes > host_budget_bytes:
-        raise UserError(
-            f"{_gib(host_bytes, up=True)} of model data do not fit beside the device's, and the host has "
-            f"{_gib(host_budget_bytes)}; give the device a larger budget, or take more ranks or a smaller model"
-        )
+        raise HostTooSmall(host_bytes, host_budget_bytes)
     return ResidencyPlan(
         policy=policy,
         budget_bytes=budget_bytes,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from core.config import UserError
 from core.gemini.moments import on_chunks
-from core.gemini.residency import Policy, ResidencyPlan, plan_residency, smallest_budget, too_small
+from core.gemini.residency import HostTooSmall, Policy, ResidencyPlan, plan_residency, smallest_budget, too_small
 from core.gemini.trace import ChunkInfo, Trace
 from core.trace.machine import Bandwidth
 from core.trace.tracer import StepTrace
@@ -96,20 +96,30 @@ def choose_chunk_size(
     bandwidth: Bandwidth,
     policy: Policy = "auto",
     messages: MessageBytes = no_messages,
+    host_budget_bytes: int | None = None,
 ) -> Chunking:
     """The chunk size with the shortest planned step, with its chunks and plan.
 
     parameters  in order of use (`StepTrace.order`)
     messages    what they take is not in the plan's budget
 
-    Raises UserError, with the smallest budget that would do, where no candidate's step fits.
+    Raises UserError, with the smallest budget that would do, where no candidate's step fits; HostTooSmall, with the
+    least that any candidate leaves to the host, where that is too much for it.
     """
-    chunkings = []
+    chunkings: list[Chunking] = []
+    beyond: list[HostTooSmall] = []
     for size in _candidates(parameters, budget_bytes):
         names, trace = _on_chunks(parameters, step, size)
         room = budget_bytes - messages(names)
         if smallest_budget(trace) <= room:
-            chunkings.append(Chunking(size, names, trace, plan_residency(trace, room, bandwidth, policy)))
+            try:
+                plan = plan_residency(trace, room, bandwidth, policy, host_budget_bytes)
+            except HostTooSmall as refusal:
+                beyond.append(refusal)
+            else:
+                chunkings.append(Chunking(size, names, trace, plan))
+    if not chunkings and beyond:
+        raise min(beyond, key=lambda refusal: refusal.least_bytes)
     if not chunkings:
         raise UserError(too_small(budget_bytes, least_budget(parameters, step, messages)))
     shortest_s = min(found.plan.step_s for found in chunkings)

@@ -4,12 +4,12 @@ On CUDA the bytes lie in the GPU's memory. On a CPU they lie in the same memory 
 this account says: the same code runs, what is not on the device has no memory at all there, and the budget binds.
 """
 
-from core.config import size_in_bytes
+from core.config import UserError, in_words, size_in_bytes
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int, option: str = "gemini.budget") -> int:
     """ "10GiB", "800 MB", "4096" or a number as bytes.  Raises UserError for what is no positive size."""
-    return size_in_bytes(text, "gemini.budget")
+    return size_in_bytes(text, option)
 
 
 class OverBudget(RuntimeError):
@@ -68,3 +68,28 @@ class DeviceTier:
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.current_bytes + self.other_bytes)
+
+
+class HostTier:
+    """Bytes of model data on one rank's host: shards of what does not live on the device.
+
+    budget_bytes  what may be there at once; None: no limit
+    peak_bytes    the most that was there at the end of a step, when it has all that it will have
+    """
+
+    def __init__(self, budget_bytes: int | None):
+        self.budget_bytes, self.peak_bytes = budget_bytes, 0
+
+    def require(self, least_bytes: int) -> None:
+        """Raises UserError where so much will be there and may not."""
+        if self.budget_bytes is not None and least_bytes > self.budget_bytes:
+            raise UserError(
+                f"gemini.host={self.budget_bytes}: {in_words(least_bytes)} of model data are to live on the host; give "
+                f"at least {least_bytes} bytes"
+            )
+
+    def note(self, num_bytes: int) -> None:
+        """Note what is there.  Raises OverBudget where that is more than may be."""
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+        if self.budget_bytes is not None and num_bytes > self.budget_bytes:
+            raise OverBudget(f"{num_bytes} bytes of model data on a host that has {self.budget_bytes} for them")

@@ -30,6 +30,7 @@ TRAINING: dict[str, Any] = {
     "local.asynchronous": "parameter_server",
     "local.every": 4,
     "gemini.policy": "cpu",
+    "gemini.host": "1KiB",
     "gemini.figure": Path("step.png"),
     "mesh.cp_ulysses": 2,
     "mesh.tp_depth": 2,

@@ -260,6 +260,21 @@ def test_too_small_a_budget_is_refused_with_one_that_works(plain) -> None:
     require_equal(train(Net, least, adamw, **SAMPLE), plain("net", Net))
 
 
+def test_too_small_a_host_is_refused_with_one_that_works(plain) -> None:
+    """Of the least that is told the run has all that it takes; with a byte less there is no plan."""
+    with pytest.raises(UserError, match="the host has") as refusal:
+        train(Net, 90_000, adamw, host=1000, **SAMPLE)
+    least = re.search(r"([\d.]+ \w+) of model data do not fit", str(refusal.value))[1]
+    run = train(Net, 90_000, adamw, host=least, **SAMPLE)
+    require_equal(run, plain("net", Net))
+    host = run.gemini.parallel.host
+    assert 0.9 * host.budget_bytes < host.peak_bytes <= host.budget_bytes
+    with pytest.raises(UserError, match="the host has"):
+        train(Net, 90_000, adamw, host=host.peak_bytes - 1, **SAMPLE)
+    with pytest.raises(UserError, match="are to live on the host"):
+        train(Net, 90_000, adamw, host=1000)
+
+
 def test_after_a_refusal_model_and_optimizer_are_as_they_were(plain) -> None:
     def step(model: nn.Module, index: int) -> Tensor:
         return loss(model, batch(index))

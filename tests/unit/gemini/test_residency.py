@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from core.config import UserError
 from core.gemini.lifetimes import Lifetimes, keep
-from core.gemini.residency import plan_residency, smallest_budget
+from core.gemini.residency import HostTooSmall, plan_residency, smallest_budget
 from core.gemini.timeline import Move, run
 from core.gemini.trace import ChunkInfo, Moment, Trace
 from core.trace.machine import Bandwidth
@@ -295,8 +295,12 @@ def test_a_budget_that_cannot_work_names_the_smallest_that_does():
 def test_a_host_that_is_too_small_is_refused_and_a_small_one_gets_less():
     trace = transformer(4)
     assert plan_residency(trace, 1500, EVEN, host_budget_bytes=1600).host_bytes <= 1600
-    with pytest.raises(UserError, match="the host has"):
+    with pytest.raises(HostTooSmall, match="the host has") as refused:
         plan_residency(trace, 200, EVEN, host_budget_bytes=1600)
+    least = refused.value.least_bytes
+    assert plan_residency(trace, 200, EVEN, host_budget_bytes=least).host_bytes == least
+    with pytest.raises(HostTooSmall):
+        plan_residency(trace, 200, EVEN, host_budget_bytes=least - 1)
     with pytest.raises(UserError, match="auto, static, cpu"):
         plan_residency(trace, 200, EVEN, "gpu")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from core.config import UserError, in_words
-from core.gemini.tier import DeviceTier, OverBudget, parse_bytes
+from core.gemini.tier import DeviceTier, HostTier, OverBudget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,16 @@ def test_the_account() -> None:
     with pytest.raises(OverBudget):
         tier.set_other(51)
     assert (tier.current_bytes, tier.room_bytes, tier.peak_bytes) == (50, 0, 100)
+
+
+def test_the_account_of_the_host() -> None:
+    tier = HostTier(100)
+    tier.require(100)
+    with pytest.raises(UserError, match="at least 101 bytes"):
+        tier.require(101)
+    tier.note(90)
+    tier.note(40)
+    assert tier.peak_bytes == 90
+    with pytest.raises(OverBudget):
+        tier.note(101)
+    HostTier(None).require(10**15)
