@@ -16,12 +16,13 @@ its column j + group / 2 in the high half, so that both halves meet contiguous p
 
 Ways, of which `core.kernels.ways` knows the fastest where it was measured:
 
-    rows     for one or two rows of x: a program reads some rows of the weight once and multiplies without matrix units
-             (decode: the time is that of reading W); where x has 16 bits and its columns come in whole groups, by words
-             of 32 bits, without converting integers (x of less than 2^64)
-    tile     a program makes a tile by matrix units. For up to 32 rows the columns of the weight are dealt to several
-             programs, whose sums are added after, so that all of the chip reads W; to how many follows from the
-             weight's sizes alone, so that a row's result does not depend on how many there are
+    rows     for one row of x (two, where x is not in 16 bits or columns do not come in whole groups): a program reads
+             some rows of the weight once and multiplies without matrix units (decode: the time is that of reading W);
+             in 16 bits by words, without converting integers (x of less than 2^64)
+    tile     a program makes a tile by matrix units; in 16 bits with columns in whole groups W is the left side, which
+             stays in registers. For up to 64 rows the columns of the weight are dealt to several programs, whose sums
+             are added after, so that all of the chip reads W; to how many follows from the weight's sizes alone, so
+             that a row's result does not depend on how many there are
     wide     for many rows: the weight is widened once, some rows at a time, and multiplied by torch's library
     library  int8_dynamic_matmul without outliers: torch's product of integers
 """
@@ -29,13 +30,13 @@ Ways, of which `core.kernels.ways` knows the fastest where it was measured:
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from core.compat import int_mm
-from core.kernels.blocks import Blocks, choose, tuned
+from core.kernels.blocks import Blocks, chip, choose, tuned
 from core.kernels.language import tl, triton
 from core.kernels.operator import launches, operator, runs_kernel, unsupported_dtype
 from core.kernels.spec import Case, KernelSpec, Traffic, drawing
@@ -46,20 +47,22 @@ Way = Literal["tile", "wide", "library"]
 _SLAB = 1024
 """Rows of the weight that the reference widens at a time."""
 _MOST_ROWS_OF_DECODE = 2
+_MOST_ROWS_BY_WORDS = 1
 _WORDS = (
-    (4, 1024, 1), (2, 1024, 1), (8, 1024, 1), (4, 2048, 2), (8, 2048, 2), (2, 2048, 2), (4, 4096, 4), (2, 4096, 4),
-    (8, 4096, 4), (4, 4096, 8), (8, 4096, 8), (4, 8192, 8),
+    (8, 4096, 4), (4, 4096, 4), (16, 4096, 4), (8, 4096, 2), (4, 4096, 2), (8, 2048, 2), (4, 2048, 2), (8, 2048, 1),
+    (4, 1024, 1), (8, 1024, 1), (8, 8192, 4), (8, 8192, 8),
 )  # fmt: skip
 """Ways to deal with one row of x, the default and what a tuner tries: rows of the weight, columns at a time, warps.
 
-In the default no warp waits for another."""
-_MOST_ROWS_IN_PARTS = 32
+In the default a program reads whole rows of 4096 columns in one go, so that programs that load and programs that
+compute share a processor."""
+_MOST_ROWS_IN_PARTS = 64
 _WIDE_FROM = 1024
 """Rows of x from which a weight is widened where nothing was measured: then that is a small part of the product."""
 _WIDE_BYTES = 32 << 20
 """Of a weight that is there widened at once."""
-_PROGRAMS = 264
-"""As many as two to a processor of an H100."""
+_PROGRAMS = 528
+"""Of 32 rows of the weight, four to a processor of an H100."""
 
 
 def quantize_int8(w_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,6 +355,48 @@ def _outlier_columns(x_MI: Tensor, outliers: Tensor | None, threshold: float | N
 # M rows of x, N rows of the weight (columns of y), K columns of both.
 
 
+def _assembly(text: str) -> Any:
+    lines = (line.strip() for line in text.split(";") if line.strip())
+    return tl.constexpr("{\n" + "".join(f"{line};\n" for line in lines) + "}")
+
+
+def _of_halves(magic: str, one: str) -> Any:
+    """Four bytes ($4) to their four low ($0, $1) and four high halves ($2, $3) in 16 bits, less $5 and $6.
+
+    A half of a byte is put into the last bits of a number whose steps are one (128 in bf16, 1024 in fp16), two at once.
+    """
+    return _assembly(
+        f"""
+        .reg .b32 a, b, c, d, one; mov.b32 one, {one};
+        prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; shr.u32 c, a, 4; shr.u32 d, b, 4;
+        lop3.b32 a, a, 0x000F000F, {magic}, 0xEA; lop3.b32 b, b, 0x000F000F, {magic}, 0xEA;
+        lop3.b32 c, c, 0x000F000F, {magic}, 0xEA; lop3.b32 d, d, 0x000F000F, {magic}, 0xEA;
+    """
+        + "".join(
+            f"fma.rn.{'bf16x2' if magic == '0x43004300' else 'f16x2'} ${i}, {reg}, one, ${5 + i % 2};"
+            for i, reg in enumerate("abcd")
+        )
+    )
+
+
+_HALVES_BF16, _HALVES_FP16 = _of_halves("0x43004300", "0x3F803F80"), _of_halves("0x64006400", "0x3C003C00")
+_BYTES_BF16 = _assembly("""
+    .reg .b32 a, b, c, d, less; mov.b32 less, 0xBF80BF80;
+    prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
+    lop3.b32 c, a, 0x00800080, 0x43004300, 0xEA; lop3.b32 d, b, 0x00800080, 0x43004300, 0xEA;
+    lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
+    fma.rn.bf16x2 $0, c, less, a; fma.rn.bf16x2 $1, d, less, b;
+""")
+"""Signed bytes in bf16: 128 and their lower seven bits, less 128 or, where they are negative, 256."""
+_BYTES_FP16 = _assembly("""
+    .reg .b32 a, b, w, one, less; mov.b32 one, 0x3C003C00; mov.b32 less, 0xE480E480;
+    xor.b32 w, $2, 0x80808080;
+    prmt.b32 a, w, 0x64646464, 0x4140; prmt.b32 b, w, 0x64646464, 0x4342;
+    fma.rn.f16x2 $0, a, one, less; fma.rn.f16x2 $1, b, one, less;
+""")
+"""Signed bytes in fp16: 1024 and the byte with its sign turned over, less 1152."""
+
+
 @triton.jit
 def _as(integers, DTYPE: tl.constexpr):
     """Small integers as floats, by way of fp32: the interpreter has no other way to bf16."""
@@ -454,41 +499,59 @@ def _sixteen(four, b: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _bits(word, first: tl.constexpr, mask: tl.constexpr):
-    """Bits `first` and on of a word under the mask as the fp32 that has them: their number times 2^(first - 149).
+def _byte(word, b: tl.constexpr, first: tl.constexpr, mask: tl.constexpr):
+    """Bits `first` and on of the b-th byte under the mask, as the fp32 that has them where they stand (or the last byte
+    where the third stood, for the lower 24 bits are a number of fp32 in place): their number times a power of two.
 
-    A number below the normal ones, which a multiplication takes like any other: so a weight costs an operation of bits
-    and one multiplication and addition, where the conversion of a byte alone is four, one of them on units that are a
-    quarter as many. x comes with 2^(64 - first) (`_raised`), and sums are 2^85 times smaller than what they are.
+    A number below the normal ones or the next above, which a multiplication takes like any other: so a weight costs an
+    operation of bits and one multiplication and addition, where the conversion of a byte alone is four, one of them on
+    units that are a quarter as many. x comes with 2^64 over the same power (`_raised`), and sums are 2^85 times smaller
+    than what they are.
     """
-    return (word & (mask << first)).to(tl.float32, bitcast=True)
+    if b == 3:
+        bits = (word >> 8) & (mask << (16 + first))
+    else:
+        bits = word & (mask << (8 * b + first))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _raised(x, first: tl.constexpr):
-    return x * (18446744073709551616.0 / (1 << first))
+def _raised(x, b: tl.constexpr, first: tl.constexpr):
+    if b == 3:
+        raised = x * (18446744073709551616.0 / (1 << (16 + first)))
+    else:
+        raised = x * (18446744073709551616.0 / (1 << (8 * b + first)))
+    return raised
 
 
 _RAISED = tl.constexpr(2.0**85)
 
 
 @triton.jit
-def _int8_words(x, w, scale, bias, y, N, K, xm, BN: tl.constexpr, BT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """`_int8_rows` for x in 16 bits and rows of whole words of four columns; BT words at a time."""
+def _int8_words(
+    x, w, scale, bias, y, N, K, xm, BN: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """`_int8_rows` for x in 16 bits and rows of whole words of four columns; BT words at a time.
+
+    WHOLE: BT divides a row's words. Rows past the last are the last once more, so that no load has a mask.
+    """
     m = tl.program_id(1) + tl.arange(0, 1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    words, x_row = w.to(tl.pointer_type(tl.int32)), x + tl.program_id(1).to(tl.int64) * xm
-    fours = x_row.to(tl.pointer_type(tl.int64))
+    rows = w.to(tl.pointer_type(tl.int32)) + tl.minimum(n, N - 1).to(tl.int64)[:, None] * (K // 4)
+    fours = (x + tl.program_id(1).to(tl.int64) * xm).to(tl.pointer_type(tl.int64))
     total, plain = tl.zeros([BN, BT], tl.float32), tl.zeros([BT], tl.float32)
     for start in range(0, K // 4, BT):
         t = start + tl.arange(0, BT)
-        inside = (n < N)[:, None] & (t < K // 4)[None, :]
+        if WHOLE:
+            word, four = tl.load(rows + t[None, :]), tl.load(fours + t)
+        else:
+            word = tl.load(rows + t[None, :], mask=t[None, :] < K // 4, other=0)
+            four = tl.load(fours + t, mask=t < K // 4, other=0)
         # The sign is turned over: -128 .. 127 as 0 .. 255, and 128 times the sum of x is taken off in the end.
-        word = tl.load(words + n.to(tl.int64)[:, None] * (K // 4) + t[None, :], mask=inside, other=0) ^ -2139062144
-        four = tl.load(fours + t, mask=t < K // 4, other=0)
+        word ^= -2139062144
         for b in tl.static_range(4):
             one = _sixteen(four, b, x.dtype.element_ty)
-            total += _bits(word >> (16 * (b // 2)), 8 * (b % 2), 255) * _raised(one, 8 * (b % 2))[None, :]
+            total += _byte(word, b, 0, 255) * _raised(one, b, 0)[None, :]
             plain += one
     sums = tl.sum(total * _RAISED - 128.0 * plain[None, :], 1)
     sums *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)
@@ -498,41 +561,48 @@ def _int8_words(x, w, scale, bias, y, N, K, xm, BN: tl.constexpr, BT: tl.constex
 @triton.jit
 def _int4_words(
     x, w, scale, zero, bias, y, N, G, xm,
-    BN: tl.constexpr, BG: tl.constexpr, HALF: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`_int4_rows` for x in 16 bits and whole groups: words of eight numbers, BG groups at a time.
+    """`_int4_rows` for x in 16 bits and whole groups: BC pieces of four words, of 32 numbers of one group, at a time.
 
-    sum (q - zero) x = sum q x - zero sum x, so that zeros cost little.
+    A thread loads a piece of each row at once, and a scale for it. sum (q - zero) x = sum q x - zero sum x, so that
+    zeros cost little. WHOLE: BC divides a row's pieces; rows past the last are the last once more.
     """
     m = tl.program_id(1) + tl.arange(0, 1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    WORDS: tl.constexpr = HALF // 4
-    words, x_row = w.to(tl.pointer_type(tl.int32)), x + tl.program_id(1).to(tl.int64) * xm
-    fours = x_row.to(tl.pointer_type(tl.int64))
-    t = tl.arange(0, WORDS)[None, :]
-    total = tl.zeros([BN, BG, WORDS], tl.float32)
-    for start in range(0, G, BG):
-        g = start + tl.arange(0, BG)
-        inside = (n < N)[:, None] & (g < G)[None, :]
-        at = n.to(tl.int64)[:, None, None] * (G * WORDS) + (g[:, None] * WORDS + t)[None, :, :]
-        word = tl.load(words + at, mask=inside[:, :, None], other=0)
-        of_group = n.to(tl.int64)[:, None] * G + g[None, :]
-        factor = tl.load(scale + of_group, mask=inside, other=0.0).to(tl.float32)
-        low = tl.load(fours + g[:, None] * (2 * WORDS) + t, mask=(g < G)[:, None], other=0)
-        high = tl.load(fours + g[:, None] * (2 * WORDS) + t + WORDS, mask=(g < G)[:, None], other=0)
-        sums = tl.zeros([BN, BG, WORDS], tl.float32)
-        plain = tl.zeros([BG, WORDS], tl.float32)
+    PIECES: tl.constexpr = HALF // 16  # of a group
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    words = w.to(tl.pointer_type(tl.int32)) + row[:, None, None] * (G * PIECES * 4)
+    fours = (x + tl.program_id(1).to(tl.int64) * xm).to(tl.pointer_type(tl.int64))
+    scale += row[:, None] * G
+    zero += row[:, None] * G
+    t = tl.arange(0, 4)[None, :]
+    total = tl.zeros([BN, BC], tl.float32)
+    for start in range(0, G * PIECES, BC):
+        c = start + tl.arange(0, BC)
+        g, there = c // PIECES, c < G * PIECES
+        at_x = (c + g * PIECES)[:, None] * 4 + t
+        if WHOLE:
+            word = tl.load(words + (c[:, None] * 4 + t)[None, :, :])
+            low, high = tl.load(fours + at_x), tl.load(fours + at_x + PIECES * 4)
+            factor = tl.load(scale + g[None, :]).to(tl.float32)
+            middle = tl.load(zero + g[None, :]).to(tl.float32) if HAS_ZERO else 8.0
+        else:
+            word = tl.load(words + (c[:, None] * 4 + t)[None, :, :], mask=there[None, :, None], other=0)
+            low = tl.load(fours + at_x, mask=there[:, None], other=0)
+            high = tl.load(fours + at_x + PIECES * 4, mask=there[:, None], other=0)
+            factor = tl.load(scale + g[None, :], mask=there[None, :], other=0.0).to(tl.float32)
+            middle = tl.load(zero + g[None, :], mask=there[None, :], other=0).to(tl.float32) if HAS_ZERO else 8.0
+        sums = tl.zeros([BN, BC, 4], tl.float32)
+        plain = tl.zeros([BC, 4], tl.float32)
         for b in tl.static_range(4):
             x_low, x_high = _sixteen(low, b, x.dtype.element_ty), _sixteen(high, b, x.dtype.element_ty)
-            part = word >> (16 * (b // 2))
-            sums += _bits(part, 8 * (b % 2), 15) * _raised(x_low, 8 * (b % 2))[None, :, :]
-            sums += _bits(part, 8 * (b % 2) + 4, 15) * _raised(x_high, 8 * (b % 2) + 4)[None, :, :]
+            sums += _byte(word, b, 0, 15) * _raised(x_low, b, 0)[None, :, :]
+            sums += _byte(word, b, 4, 15) * _raised(x_high, b, 4)[None, :, :]
             plain += x_low + x_high
-        middle = 8.0
-        if HAS_ZERO:
-            middle = tl.load(zero + of_group, mask=inside, other=0).to(tl.float32)[:, :, None]
-        total += (sums * _RAISED - middle * plain[None, :, :]) * factor[:, :, None]
-    _store(y, tl.sum(tl.sum(total, 2), 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
+        total += (tl.sum(sums, 2) * _RAISED - middle * tl.sum(plain, 1)[None, :]) * factor
+    _store(y, tl.sum(total, 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -567,6 +637,93 @@ def _int4_tile(
         sums = tl.dot(x_high, high, sums, input_precision=PRECISION)
         acc += sums * tl.load(scale + rows + g, mask=n < N, other=0.0).to(tl.float32)[None, :]
     _store(y, acc, bias, m, n, M, N, HAS_BIAS)
+
+
+@triton.jit
+def _halves(pair, middle, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The numbers in the low and the high halves of bytes, less `middle` (fp32, broadcast), in 16 bits; exact."""
+    if ASSEMBLY:
+        if tl.bfloat16 == DTYPE:
+            less = (-128.0 - middle).to(DTYPE)
+            low, high = tl.inline_asm_elementwise(
+                _HALVES_BF16, "=r,=r,=r,=r,r,r,r", [pair, less], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            less = (-1024.0 - middle).to(DTYPE)
+            low, high = tl.inline_asm_elementwise(
+                _HALVES_FP16, "=r,=r,=r,=r,r,r,r", [pair, less], (tl.float16, tl.float16), is_pure=True, pack=4
+            )
+    else:
+        numbers = pair.to(tl.int32)
+        low = ((numbers & 15).to(tl.float32) - middle).to(DTYPE)
+        high = ((numbers >> 4).to(tl.float32) - middle).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def _whole(codes, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Signed bytes in 16 bits; exact."""
+    if ASSEMBLY:
+        if tl.bfloat16 == DTYPE:
+            wide = tl.inline_asm_elementwise(_BYTES_BF16, "=r,=r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
+        else:
+            wide = tl.inline_asm_elementwise(_BYTES_FP16, "=r,=r,r", [codes], tl.float16, is_pure=True, pack=4)
+    else:
+        wide = _as(codes, DTYPE)
+    return wide
+
+
+@triton.jit(do_not_specialize=["M"])
+def _int8_words_tile(
+    x, w, scale, bias, y, M, N, K, xm, part, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ASSEMBLY: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """`_int8_tile` for x in 16 bits, K and part in whole BK. The weight is the product's left side, which stays in
+    registers; rows past the last are the last once more.
+    """
+    m, n = _tile(M, BM, BN)
+    y += tl.program_id(1).to(tl.int64) * M * N
+    first, k = tl.program_id(1) * part, tl.arange(0, BK)
+    x += tl.minimum(m, M - 1).to(tl.int64)[None, :] * xm + k[:, None]
+    w += tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros([BN, BM], tl.float32)
+    for start in range(first, tl.minimum(K, first + part), BK):
+        values, codes = tl.load(x + start), tl.load(w + start)
+        acc = tl.dot(_whole(codes, values.dtype, ASSEMBLY), values, acc)
+    acc *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    _store(y, tl.trans(acc), bias, m, n, M, N, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _int4_words_tile(
+    x, w, scale, zero, bias, y, M, N, G, xm, part,
+    BM: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, HALF: tl.constexpr,
+    ASSEMBLY: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """`_int4_tile` for x in 16 bits, with `part` groups a program, BU at a time, of which G is a multiple.
+
+    As `_int8_words_tile`.
+    """
+    m, n = _tile(M, BM, BN)
+    y += tl.program_id(1).to(tl.int64) * M * N
+    first, byte, row = tl.program_id(1) * part, tl.arange(0, HALF), tl.minimum(n, N - 1).to(tl.int64)
+    x += tl.minimum(m, M - 1).to(tl.int64)[None, :] * xm + byte[:, None]
+    w += row[:, None] * (G * HALF) + byte[None, :]
+    scale += row * G
+    zero += row * G
+    acc = tl.zeros([BN, BM], tl.float32)
+    for start in range(first, tl.minimum(G, first + part), BU):
+        for u in tl.static_range(BU):
+            g, at = start + u, (start + u) * HALF
+            factor = tl.load(scale + g).to(tl.float32)
+            if HAS_ZERO:
+                middle = tl.load(zero + g).to(tl.float32)[:, None]
+            else:
+                middle = tl.full([BN, 1], 8.0, tl.float32)
+            x_low, x_high, pair = tl.load(x + 2 * at), tl.load(x + 2 * at + HALF), tl.load(w + at)
+            low, high = _halves(pair, middle, x_low.dtype, ASSEMBLY)
+            acc += tl.dot(high, x_high, tl.dot(low, x_low)) * factor[:, None]
+    _store(y, tl.trans(acc), bias, m, n, M, N, HAS_BIAS)
 
 
 @triton.jit
@@ -685,21 +842,40 @@ def _int8(
         return y_MO
     scale, bias = scale.contiguous(), _contiguous(bias_O, x_MI)
     sizes = (K, *x_MI.stride(), *weight_OI.stride())
-    if M <= _MOST_ROWS_OF_DECODE and not along_k:
-        has_bias = {"HAS_BIAS": bias_O is not None}
-        if not _in_words(x_MI, weight_OI, 4):
-            _int8_rows[(triton.cdiv(N, 4), M)](x_MI, weight_OI, scale, bias, y_MO, N, *sizes, BN=4, BK=1024, **has_bias)
-            return y_MO
+    has_bias = {"HAS_BIAS": bias_O is not None}
+    words = not along_k and _in_words(x_MI, weight_OI, 32)
+    if words and M <= _MOST_ROWS_BY_WORDS and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
-            grid = triton.cdiv(N, blocks["BN"]), M
-            _int8_words[grid](x_MI, weight_OI, scale, bias, y_MO, N, K, x_MI.stride(0), **has_bias, **blocks)
+            grid, whole = (triton.cdiv(N, blocks["BN"]), M), K // 4 % blocks["BT"] == 0
+            _int8_words[grid](
+                x_MI, weight_OI, scale, bias, y_MO, N, K, x_MI.stride(0), WHOLE=whole, **has_bias, **blocks
+            )
 
         default, *others = ({"BN": n, "BT": k // 4, "num_warps": warps} for n, k, warps in _WORDS)
         run_words(choose("int8_words", (x_MI.dtype,), default, others, run_words))
         return y_MO
+    if M <= _MOST_ROWS_OF_DECODE and not along_k and not words:
+        _int8_rows[(triton.cdiv(N, 4), M)](x_MI, weight_OI, scale, bias, y_MO, N, *sizes, BN=4, BK=1024, **has_bias)
+        return y_MO
     if (how or _how("int8_matmul", x_MI, N, along_k)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int8(weight_OI, scale, rows, along_k, x_MI.dtype))
+
+    if words:
+
+        def run_words_tile(blocks: Blocks) -> None:
+            def tile(bias, y, part: int, has_bias: bool, grid: tuple[int, int]) -> None:
+                _int8_words_tile[grid](
+                    x_MI, weight_OI, scale, bias, y, M, N, K, x_MI.stride(0), part,
+                    ASSEMBLY=_assembles(), HAS_BIAS=has_bias, **blocks,
+                )  # fmt: skip
+
+            _in_parts(tile, K, blocks["BK"], blocks, bias_O, y_MO)
+
+        columns = next(n for n in (128, 64, 32) if K % n == 0)
+        default, *others = (_words_blocks(M, *one) | {"BK": columns} for one in _tiles(M))
+        run_words_tile(choose("int8_words_tile", (_rows_of(M), N, K, x_MI.dtype), default, others, run_words_tile))
+        return y_MO
 
     def run(blocks: Blocks) -> None:
         def tile(bias, y, part: int, has_bias: bool, grid: tuple[int, int]) -> None:
@@ -708,7 +884,7 @@ def _int8(
                 PRECISION=_precision(), ALONG_K=along_k, HAS_BIAS=has_bias, **blocks,
             )  # fmt: skip
 
-        _in_parts(tile, K, blocks, bias_O, y_MO)
+        _in_parts(tile, K, blocks["BK"], blocks, bias_O, y_MO)
 
     blocks = _blocks(M, x_MI.dtype)
     if along_k:  # scaled elements of x are in registers
@@ -743,7 +919,7 @@ def _int8_dynamic(
                 PRECISION=_precision(), HAS_BIAS=has_bias, **has, **blocks,
             )  # fmt: skip
 
-        _in_parts(tile, K, blocks, bias_O, y_MO)
+        _in_parts(tile, K, blocks["BK"], blocks, bias_O, y_MO)
 
     blocks = _blocks(M, torch.int8 if kind_I is None else x_MI.dtype)
     _tune("int8_dynamic_tile", blocks, (M, N, K, x_MI.dtype, kind_I is not None), run)
@@ -762,24 +938,40 @@ def _int4(
     given = (x_MI, packed, scale_OG.contiguous(), _contiguous(zero_OG, packed))
     sizes = (N, K, G, *x_MI.stride(), *packed.stride())
     has_zero = {"HAS_ZERO": zero_OG is not None}
-    if M <= _MOST_ROWS_OF_DECODE:
-        has = has_zero | {"HAS_BIAS": bias_O is not None}
-        bias = _contiguous(bias_O, x_MI)
-
-        if not _in_words(x_MI, packed, group):
-            rows = {"BN": 4, "BG": 1024 // group, "HALF": group // 2}
-            _int4_rows[(triton.cdiv(N, 4), M)](*given, bias, y_MO, *sizes, **rows, **has)
-            return y_MO
+    words, bias = _in_words(x_MI, packed, group), _contiguous(bias_O, x_MI)
+    has = has_zero | {"HAS_BIAS": bias_O is not None}
+    if words and M <= _MOST_ROWS_BY_WORDS and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
-            grid = triton.cdiv(N, blocks["BN"]), M
-            _int4_words[grid](*given, bias, y_MO, N, G, x_MI.stride(0), HALF=group // 2, **has, **blocks)
+            grid, whole = (triton.cdiv(N, blocks["BN"]), M), K // 32 % blocks["BC"] == 0
+            _int4_words[grid](*given, bias, y_MO, N, G, x_MI.stride(0), HALF=group // 2, WHOLE=whole, **has, **blocks)
 
-        default, *others = ({"BN": n, "BG": k // group, "num_warps": warps} for n, k, warps in _WORDS)
+        default, *others = ({"BN": n, "BC": k // 32, "num_warps": warps} for n, k, warps in _WORDS)
         run_words(choose("int4_words", (x_MI.dtype, group), default, others, run_words))
+        return y_MO
+    if M <= _MOST_ROWS_OF_DECODE and not words:
+        rows = {"BN": 4, "BG": 1024 // group, "HALF": group // 2}
+        _int4_rows[(triton.cdiv(N, 4), M)](*given, bias, y_MO, *sizes, **rows, **has)
         return y_MO
     if (how or _how("int4_matmul", x_MI, N, group)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int4(packed, scale_OG, zero_OG, rows, K, x_MI.dtype))
+
+    if words:
+
+        def run_words_tile(blocks: Blocks) -> None:
+            def tile(bias, y, part: int, has_bias: bool, grid: tuple[int, int]) -> None:
+                _int4_words_tile[grid](
+                    *given, bias, y, M, N, G, x_MI.stride(0), part,
+                    HALF=group // 2, ASSEMBLY=_assembles(), HAS_BIAS=has_bias, **has_zero, **blocks,
+                )  # fmt: skip
+
+            _in_parts(tile, G, blocks["BU"], blocks, bias_O, y_MO)
+
+        at_once = next(n for n in (max(1, 128 // group), 2, 1) if G % n == 0)
+        default, *others = (_words_blocks(M, *one) | {"BU": at_once} for one in _tiles(M))
+        key = _rows_of(M), N, K, x_MI.dtype, group
+        run_words_tile(choose("int4_words_tile", key, default, others, run_words_tile))
+        return y_MO
 
     def run(blocks: Blocks) -> None:
         def tile(bias, y, part: int, has_bias: bool, grid: tuple[int, int]) -> None:
@@ -788,18 +980,23 @@ def _int4(
                 **has_zero, **blocks,
             )  # fmt: skip
 
-        _in_parts(tile, G * group // 2, blocks, bias_O, y_MO)
+        _in_parts(tile, G * group // 2, blocks["BK"], blocks, bias_O, y_MO)
 
     _tune("int4_tile", _int4_blocks(M, x_MI.dtype, group // 2), (M, N, K, x_MI.dtype, group), run)
     return y_MO
 
 
-def _in_parts(tile: Callable[..., None], length: int, blocks: Blocks, bias_O: Tensor | None, y_MO: Tensor) -> None:
-    """Launch a product of tiles, for few rows in parts of the `length` that a sum is over, which are then added."""
+def _in_parts(
+    tile: Callable[..., None], length: int, step: int, blocks: Blocks, bias_O: Tensor | None, y_MO: Tensor
+) -> None:
+    """Launch a product of tiles, for few rows in parts of the `length` that a sum is over, which are then added.
+
+    step  that a program takes at a time
+    """
     M, N = y_MO.shape
     bias, has_bias = _contiguous(bias_O, y_MO), bias_O is not None
     tiles = triton.cdiv(M, blocks["BM"]) * triton.cdiv(N, blocks["BN"])
-    part = _part(length, N, blocks) if M <= _MOST_ROWS_IN_PARTS else length
+    part = _part(length, N, step) if M <= _MOST_ROWS_IN_PARTS else length
     num_parts = triton.cdiv(length, part)
     if num_parts == 1:
         tile(bias, y_MO, part, has_bias, (tiles, 1))
@@ -809,18 +1006,43 @@ def _in_parts(tile: Callable[..., None], length: int, blocks: Blocks, bias_O: Te
     _merge_parts[(triton.cdiv(N, 256), M)](sums_PMO, bias, y_MO, M, N, num_parts, BN=256, HAS_BIAS=has_bias)
 
 
-def _part(length: int, N: int, blocks: Blocks) -> int:
-    """Whole blocks, at least four; of the weight's sizes alone."""
-    steps = triton.cdiv(length, blocks["BK"])
-    num_parts = max(1, min(_PROGRAMS // triton.cdiv(N, blocks["BN"]), steps // 4))
-    return triton.cdiv(steps, num_parts) * blocks["BK"]
+def _part(length: int, N: int, step: int) -> int:
+    """Whole steps, at least four; of the weight's sizes alone."""
+    steps = triton.cdiv(length, step)
+    num_parts = max(1, min(_PROGRAMS // triton.cdiv(N, 32), steps // 4))
+    return triton.cdiv(steps, num_parts) * step
 
 
 def _in_words(x_MI: Tensor, weight: Tensor, columns: int) -> bool:
-    """Return whether a row of x is read by fours of 16 bits and the weight by words, columns in whole such pieces."""
-    aligned = x_MI.is_meta or (x_MI.data_ptr() % 8 == 0 and weight.data_ptr() % 4 == 0)
-    whole = x_MI.shape[1] % columns == 0 and x_MI.stride(0) % 4 == 0 and x_MI.stride(1) == 1
+    """Return whether rows of x in 16 bits and of the weight are read by 16 bytes, columns in whole such groups."""
+    aligned = x_MI.is_meta or (x_MI.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0)
+    whole = x_MI.shape[1] % columns == 0 and x_MI.stride(0) % 8 == 0 and x_MI.stride(1) == 1
     return aligned and whole and weight.is_contiguous() and x_MI.dtype.itemsize == 2
+
+
+def _assembles() -> bool:
+    """Return whether kernels may hold assembly for NVIDIA: not under the interpreter, nor on AMD."""
+    return isinstance(_int4_words_tile, triton.JITFunction) and chip().startswith("sm_")
+
+
+def _rows_of(M: int) -> int:
+    """Rows of a tile for so many of x."""
+    return next((n for n in (8, 16, 32) if n >= M), 64)
+
+
+def _tiles(M: int) -> tuple[tuple[int, int, int], ...]:
+    """The default and what a tuner tries: rows of the weight, warps, stages."""
+    if M <= 16:
+        return (32, 2, 5), (32, 1, 5), (32, 2, 7), (64, 2, 4), (64, 4, 5), (16, 1, 6)
+    if M <= 32:
+        return (64, 2, 4), (32, 2, 4), (32, 1, 4), (64, 4, 4), (128, 4, 4)
+    if M <= 64:
+        return (64, 4, 4), (128, 8, 4), (32, 2, 4), (64, 4, 3), (64, 4, 5)
+    return (128, 8, 4), (64, 4, 4), (128, 8, 3)
+
+
+def _words_blocks(M: int, rows: int, warps: int, stages: int) -> Blocks:
+    return {"BM": _rows_of(M), "BN": rows, "num_warps": warps, "num_stages": stages}
 
 
 def _how(kernel: str, x_MI: Tensor, N: int, *more: object) -> str:
@@ -894,6 +1116,14 @@ def _by_library(
     return y_MO
 
 
+@operator("widened_int4")
+def _widened_int4(packed: Tensor, scale_OG: Tensor, zero_OG: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    """`dequantize_int4` of a whole weight, by one kernel."""
+    if not launches(packed):
+        return packed.new_empty(len(packed), columns, dtype=dtype)
+    return _wide_int4(packed, scale_OG, zero_OG, slice(None), columns, dtype)
+
+
 def measure_products(
     codes: Tensor, scale: Tensor, zero: Tensor | None, columns: int, dtype: torch.dtype, rows: int, *,
     group: int | None, rounds_inputs: bool,
@@ -938,7 +1168,7 @@ def _setup_int4(ctx, inputs, output) -> None:
 
 def _gradients_int4(ctx, dy_MO: Tensor):
     packed, scale_OG, zero_OG = ctx.saved_tensors
-    weight_OI = dequantize_int4(packed, scale_OG, zero_OG, ctx.columns, dy_MO.dtype)
+    weight_OI = _widened_int4(packed, scale_OG, zero_OG, ctx.columns, dy_MO.dtype)
     return dy_MO @ weight_OI, None, None, None, None, None, None
 
 
@@ -1055,6 +1285,9 @@ SPECS = (
             {"M": 140, "N": 100, "K": 130, "bias": True},
             {"M": 3, "N": 1, "K": 1},
             {"M": 5, "N": 40, "K": 1500, "bias": True},
+            {"M": 1, "N": 11, "K": 4128, "bias": True},
+            {"M": 5, "N": 70, "K": 1152, "bias": True},
+            {"M": 70, "N": 40, "K": 96},
             {"M": 20, "N": 30, "K": 50, "bias": True, "how": "wide"},
             {"M": 0, "N": 3, "K": 4},
             {"M": 2, "N": 3, "K": 0, "bias": True},
@@ -1108,6 +1341,9 @@ SPECS = (
             {"M": 2, "N": 5, "K": 100, "group": 64, "symmetric": False},
             {"M": 2, "N": 5, "K": 1088, "group": 64, "symmetric": False, "bias": True},
             {"M": 1, "N": 9, "K": 256, "group": 128},
+            {"M": 1, "N": 11, "K": 4160, "group": 32, "symmetric": False},
+            {"M": 5, "N": 70, "K": 1152, "group": 32, "symmetric": False, "bias": True},
+            {"M": 70, "N": 40, "K": 256, "group": 128},
             {"M": 3, "N": 1, "K": 1, "group": 32},
             {"M": 5, "N": 40, "K": 1500, "group": 64, "symmetric": False, "bias": True},
             {"M": 20, "N": 30, "K": 2100, "group": 128, "symmetric": False, "bias": True, "how": "wide"},

@@ -150,12 +150,17 @@ MUTATIONS = {
             ("_store", "acc += tl.load(bias", "acc -= tl.load(bias"),
             ("_int8_rows", "codes.to(tl.float32) * values", "values"),
             ("_int8_tile", "values.to(tl.float32) * factors[None, :]", "values.to(tl.float32)"),
+            ("_int8_words", "128.0 * plain", "127.0 * plain"),
+            ("_int8_words_tile", "N - 1", "N - 2"),
             ("_merge_parts", "acc += tl.load(parts + n", "acc = 0 * acc + tl.load(parts + n"),
         ),
         *of(
             "int4_matmul",
             ("_int4_rows", "(high - middle)", "high"),
             ("_int4_tile", "(pair >> 4) - middle", "pair >> 4"),
+            ("_int4_words", "c // PIECES", "c * 0"),
+            ("_int4_words_tile", "2 * at + HALF", "2 * at"),
+            ("_halves", "numbers >> 4", "numbers & 15"),
             ("_widen_int4", "byte // HALF", "byte * 0"),
         ),
         *of(
