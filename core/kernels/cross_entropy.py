@@ -494,9 +494,11 @@ def _cross_entropy_gradients(
     column = tl.program_id(0) % num_tiles * BLOCK + tl.arange(0, BLOCK)
     logits += row * width
     target, whole = tl.load(targets + row), tl.load(logsumexp + row)
+    place = target - vocab_start
+    place = tl.where((place >= 0) & (place < width), place, -1).to(tl.int32)  # comparisons in 64 bits cost registers
     x = tl.load(logits + column, mask=column < width, other=float("-inf")).to(tl.float32)
     g = tl.exp(x - whole) * (1.0 + 2.0 * z_loss * whole) - q_each
-    g = tl.where(column == target - vocab_start, g - q_target, g)
+    g = tl.where(column == place, g - q_target, g)
     g = tl.where(target != ignore_index, g, 0.0)
     tl.store(logits + column, g, mask=column < width)
 
@@ -514,7 +516,7 @@ def _statistics(
     if launches(logits_CV):
         _cross_entropy_statistics[(num_tokens,)](
             logits_CV, targets_C, max_C, sum_C, target_C, length, _width(logits_CV, padded), vocab_start, q_target,
-            q_each, SMOOTHED=q_each != 0, **_blocks(length),
+            q_each, SMOOTHED=q_each != 0, **_row_blocks(num_tokens, length),
         )  # fmt: skip
     return max_C, sum_C, target_C
 
@@ -536,9 +538,17 @@ def _width(logits_CV: Tensor, padded: bool) -> int:
 
 
 def _blocks(length: int) -> Blocks:
-    """16 elements a thread: at two programs a multiprocessor enough loads are under way to keep memory busy."""
-    block = min(8192, triton.next_power_of_2(length))
-    return {"BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    """16 elements a thread, and so few threads that several programs share a multiprocessor: while one waits for its
+    maximum the others' loads are under way."""
+    block = min(4096, triton.next_power_of_2(length))
+    return {"BLOCK": block, "num_warps": max(4, block // 512)}
+
+
+def _row_blocks(num_rows: int, length: int) -> Blocks:
+    """Of programs that take a row: the widest of which 132 multiprocessors run all at once, 2, 5 or 10 on each for
+    their registers. A second round for a few rows would cost as much as the first."""
+    block = min(8192 if num_rows <= 264 else 4096 if num_rows <= 660 else 2048, triton.next_power_of_2(length))
+    return {"BLOCK": block, "num_warps": max(4, block // 512)}
 
 
 # --- specs ------------------------------------------------------------------------------------------------------------
