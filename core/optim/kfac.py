@@ -45,7 +45,7 @@ from core.kernels.adamw import adamw
 from core.layout import Layout, Slice, tag
 from core.mesh import axis_size
 from core.optim.home import Message, Parts, Piece, Pool, balanced, held_by, sent_home
-from core.optim.kfac_cut import Apart, OtherStages, apart, cut_of, dealt_out, mesh_of, tensor_ranks
+from core.optim.kfac_cut import Apart, OtherStages, apart, cut_of, dealt_out, mesh_of, parts_of_rows, tensor_ranks
 from core.optim.kfac_layers import (
     Layer,
     Sharing,
@@ -106,8 +106,8 @@ class KFAC(ShardedOptimizer):
 
         optimizer.observe(lambda: loss_of_drawn_targets(model(x)), items=len(x))
 
-    Raises UserError for values out of range, for a model without a layer that has factors, for stacks of matrices that
-    are not excluded and whose module is not `core.nn.experts`, and in `step` where the model was not observed.
+    Raises UserError for values out of range, for a model without a layer that has factors, and in `step` where the
+    model was not observed, or has a stack of matrices of which none was seen in use (core/optim/kfac_stacks.py).
     """
 
     def __init__(
@@ -163,9 +163,7 @@ class KFAC(ShardedOptimizer):
             raise UserError("kfac: sharing=reduce with tensor parallelism: ranks hold parts of a row; use expand")
         meshes = [mesh_of(row, known[name]) for name, row in rows.items() if row is not None]
         alike = max((math.prod(axis_size(m, a) for a in tensor_ranks(m)) for m in meshes if m is not None), default=1)
-        parts = max(
-            (axis_size(m, "cp") for m in meshes if m is not None and "cp" in (m.mesh_dim_names or ())), default=1
-        )
+        parts = max((parts_of_rows(m) for m in meshes if m is not None), default=1)
         if options["sharing"] == "reduce" and parts > 1:
             raise UserError("kfac: sharing=reduce with mesh.cp: ranks hold parts of a row; use expand")
         self._observer = Observer(found, cuts, options["sharing"], alike * parts, model)
@@ -220,6 +218,8 @@ class KFAC(ShardedOptimizer):
         factor = (items if whole is None else whole) / scale
         with torch.enable_grad(), self._observer.recording(items, rows, factor, length) as outputs:
             made = loss()
+        if not outputs:
+            return
         values = [made] if isinstance(made, Tensor) else list(made)
         for index, value in enumerate(values):
             more = index + 1 < len(values)
@@ -381,6 +381,7 @@ class KFAC(ShardedOptimizer):
         held = {id(h.parameter): (h, batch) for batch in batches if batch.options["factored"] for h in batch.held}
         step = self._num_steps()
         if (step - 1) % self.defaults["factor_every"] == 0:
+            self._observer.require_stacks()
             if not self._observer.seen:
                 raise UserError(
                     f"kfac: step {step} needs a look at the model, and it was not observed: the closure is missing; "

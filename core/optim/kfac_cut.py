@@ -214,6 +214,11 @@ def tensor_ranks(mesh: AnyMesh | None) -> tuple[str, ...]:
     return tuple(axis for axis in ("tp", *GRID_AXES) if axis in names and axis_size(mesh, axis) > 1)
 
 
+def parts_of_rows(mesh: AnyMesh) -> int:
+    """Ranks of context parallelism."""
+    return axis_size(mesh, "cp") if "cp" in (mesh.mesh_dim_names or ()) else 1
+
+
 def cut_of(use: Use, layer: Layer, parameter: Tensor, row: Any) -> "Cut | GridCut | None":
     """How ranks share a layer in forwards; None of an expert that this rank does not have.
 
@@ -225,6 +230,12 @@ def cut_of(use: Use, layer: Layer, parameter: Tensor, row: Any) -> "Cut | GridCu
     if row is None or mesh is None:
         return Cut()
     names = tensor_ranks(mesh)
+    if use.kind == "stack" and (names or row.layout.cuts or parts_of_rows(mesh) > 1):
+        raise UserError(
+            f"kfac: {use.name or 'the model'} has a stack of matrices of which each is looked at by itself, and ranks "
+            f"of tensor, expert or context parallelism share them; leave it out: --optim.exclude '{use.name}', or use "
+            "data parallelism alone"
+        )
     if use.kind == "experts":
         return _cut_of_expert(layer, row.layout, tuple(axis for axis in names if axis not in row.layout.axes_of(0)))
     copies = math.prod(axis_size(mesh, axis) for axis in names)

@@ -35,20 +35,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.config import UserError
 from core.optim.spectra import packed, packed_size, unpacked
 
 Sharing = Literal["expand", "reduce"]
-Kind = Literal["linear", "conv", "conv1d", "embedding", "head", "router", "experts"]
+Kind = Literal["linear", "conv", "conv1d", "embedding", "head", "router", "experts", "stack"]
 
 
 @dataclass(frozen=True)
 class Use:
-    """A module that computes with a layer's weight."""
+    """A module that computes with a layer's weight, its parameter `leaf`."""
 
     name: str
     module: Any
     kind: Kind
+    leaf: str = "weight"
 
     @property
     def inputs_first(self) -> bool:
@@ -119,6 +119,8 @@ def kind_of(module: nn.Module) -> Kind | None:
     "router"   a linear layer without bias, to whose outputs ranks of tensor parallelism have parts of one gradient each
     "experts"  linear layers weight[E, O, I], bias[E, O], called with rows [A, I], those of one matrix after those of
                another, and how many each has, int64[E]; what lies behind these is none
+
+    What else has a stack of matrices is found by `find_layers` ("stack", core/optim/kfac_stacks.py).
     """
     named = getattr(module, "factored_as", None)
     if named in ("router", "experts"):
@@ -152,8 +154,8 @@ def find_layers(
     max_dim  the longest side with a factor that is no diagonal
     exclude  patterns of names of modules that are left out
 
-    A parameter that also a module of another kind has (one's own) is no layer's. Raises UserError for stacks of
-    matrices that are not left out, and whose module does not say which rows each has.
+    A parameter that also a module of another kind has (one's own) is no layer's. Several matrices in one parameter of a
+    module that does not say which rows each has are a "stack".
     """
     names: dict[int, str] = {}
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -163,19 +165,18 @@ def find_layers(
             owners.setdefault(id(parameter), []).append((prefix, module, leaf))
             if full in trained:
                 names.setdefault(id(parameter), full)
-    _refuse_stacks(owners, names, shapes, exclude)
     found = []
     for key, name in names.items():
-        uses = [Use(prefix, module, kind) for prefix, module, leaf in owners[key]
-                if leaf == "weight" and (kind := kind_of(module)) is not None
+        uses = [Use(prefix, module, kind, leaf) for prefix, module, leaf in owners[key]
+                if (kind := _kind_of_parameter(module, leaf, shapes[name])) is not None
                 and not any(fnmatchcase(prefix, pattern) for pattern in exclude)]  # fmt: skip
         if len(uses) != len(owners[key]) or 0 in shapes[name]:
             continue
         bias = None
-        if len(uses) == 1 and uses[0].kind != "embedding":
+        if len(uses) == 1 and uses[0].kind not in ("embedding", "stack"):
             own = uses[0].module._parameters.get("bias")
             bias = names.get(id(own)) if own is not None and len(owners[id(own)]) == 1 else None
-        if uses[0].kind == "experts":
+        if uses[0].kind in ("experts", "stack"):
             stack = shapes[name]
             found += [_layer(name, bias, stack[1:], tuple(uses), max_dim, expert) for expert in range(stack[0])]
         else:
@@ -183,23 +184,12 @@ def find_layers(
     return found
 
 
-def _refuse_stacks(
-    owners: Mapping[int, list[tuple[str, nn.Module, str]]],
-    names: Mapping[int, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    exclude: tuple[str, ...],
-) -> None:
-    """Raises UserError for several matrices in one parameter, such as those of experts."""
-    for key, name in names.items():
-        (prefix, module, _), *_ = owners[key]
-        is_stack = len(shapes[name]) == 3 and shapes[name][0] > 1
-        is_known = isinstance(module, nn.Conv1d | nn.ConvTranspose1d) or kind_of(module) == "experts"
-        if is_stack and not is_known and not any(fnmatchcase(prefix, pattern) for pattern in exclude):
-            raise UserError(
-                f"kfac: {name} is a stack of {shapes[name][0]} matrices, and {type(module).__name__} does not say "
-                "which rows each of them sees, as core.nn.experts.GroupedLinear does; leave it to AdamW, as what else "
-                f"is: --optim.exclude … '{prefix}'"
-            )
+def _kind_of_parameter(module: nn.Module, leaf: str, shape: tuple[int, ...]) -> Kind | None:
+    kind = kind_of(module)
+    if kind is not None:
+        return kind if leaf == "weight" else None
+    is_stack = len(shape) == 3 and shape[0] > 1 and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
+    return "stack" if is_stack else None
 
 
 def _layer(

@@ -8,7 +8,7 @@ without what fills up.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -28,6 +28,7 @@ from core.optim.kfac_layers import (
     packed_factor,
     packed_factor_size,
 )
+from core.optim.kfac_stacks import LinearCalls, Stack
 from core.optim.sharded import wide_dtype
 
 
@@ -79,10 +80,19 @@ class Observer:
         self._recording: _Recording | None = None
         own = weakref.ref(self)
         stacks: dict[str, list[int]] = {}
+        foreign: dict[str, dict[int, int]] = {}
+        self._stacks: list[Stack] = []
         for index, layer in enumerate(layers):
             for use_index, use in enumerate(layer.uses):
                 cut = cuts[index][use_index]
                 if cut is None:
+                    continue
+                if use.kind == "stack":
+                    assert layer.expert is not None
+                    if layer.expert == 0:
+                        foreign[layer.weight] = {}
+                        self._stacks.append(Stack(use, foreign[layer.weight]))
+                    foreign[layer.weight][layer.expert] = index
                     continue
                 if isinstance(cut, Cut) and layer.expert is not None:
                     stacks.setdefault(layer.weight, []).append(index)
@@ -106,9 +116,15 @@ class Observer:
         self.items += items
         self.rows = 0
         try:
-            yield self._recording.outputs
+            with LinearCalls(self._stacks, self.take_matrix) if self._stacks and before is None else nullcontext():
+                yield self._recording.outputs
         finally:
             self._recording = before
+
+    def require_stacks(self) -> None:
+        """Raises UserError for a stack of matrices of which none was ever seen in use."""
+        for stack in self._stacks if self.items else ():
+            stack.require_seen()
 
     def sizes(self, indices: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
         """Elements of sums in a message: inputs, their number, gradients, squares; of each use of some layers."""
@@ -138,7 +154,7 @@ class Observer:
 
     def sharing_of(self, use: Use) -> Sharing:
         """Looked-up rows are cases of their own: their mean is none of the table's. So are those of an expert."""
-        if use.kind in ("embedding", "experts"):
+        if use.kind in ("embedding", "experts", "stack"):
             return "expand"
         return self.sharing
 
@@ -226,6 +242,26 @@ class Observer:
                 assert isinstance(came, Whole)
                 for one, part in zip(summed, parts, strict=True):
                     one.take_gradient(_rows(came, part), kept, factor)
+
+        y.register_hook(arrived)
+
+    @torch.no_grad()
+    def take_matrix(self, index: int, use: Use, x: Tensor, y: Tensor) -> None:
+        """The same of one matrix of a stack, whose inputs x[.., I] are rows of their own."""
+        now = self._recording
+        assert now is not None
+        _require_graph(use, y)
+        summed, rows_AI = _Summed(self, (index, 0), self.layers[index], use, y), x.detach().flatten(0, -2)
+        summed.take_inputs(Whole(rows_AI, len(rows_AI)))
+        now.outputs.append(y)
+        observer, factor, count, none = weakref.ref(self), now.factor, len(rows_AI), rows_AI[:0]
+
+        def arrived(gradient: Tensor) -> None:
+            own = observer()
+            if own is None or own.seen.get((index, 0)) is not summed.seen:
+                return
+            with torch.no_grad():
+                summed.take_gradient(Whole(gradient, count), none, factor)
 
         y.register_hook(arrived)
 

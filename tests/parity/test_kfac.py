@@ -54,8 +54,11 @@ KFAC = {
     "tied": (2, Case(tied=True, zero=1)),
     "empirical": (2, Case(microbatch=4, zero=1, options=(("fisher", "empirical"),))),
     "exact": (2, Case(options=(("fisher", "exact"), ("factor_every", 2)))),
+    "experts": (2, Case(zero=1, experts=True, options=(("fisher", "empirical"),))),
 }
 MORE = {
+    "experts zero 3": (2, Case(zero=3, experts=True, options=EKFAC)),
+    "experts microbatches": (3, Case(zero=1, microbatch=2, experts=True)),
     "three": (3, Case(zero=1, microbatch=2)),
     "three zero 3": (3, Case(zero=3)),
     "hybrid": (4, Case(MeshConfig(dp_replicate=2, dp_shard=2), zero=1, options=EKFAC)),
@@ -505,6 +508,10 @@ def refusals() -> dict[str, str]:
             train_step(state, decoder_batch(case, 0), decoder_loss, decoder_weight, config, 0)
         except UserError as refused:
             found[name] = str(refused)
+    try:
+        build(Case(cut, experts=True))
+    except UserError as refused:
+        found["kfac stack tp"] = str(refused)
     return found
 
 
@@ -523,6 +530,7 @@ def test_what_they_do_not_go_with_is_refused_by_name(ranks) -> None:
             "kfac reduce tp": "kfac",
             "kfac exact tp": "kfac",
             "kfac one token tp": "kfac",
+            "kfac stack tp": "kfac",
             "hf cp": "optim.name=hessian_free with mesh.cp",
             "hf bf16": "optim.name=hessian_free with precision=bf16",
         }

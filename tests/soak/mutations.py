@@ -542,6 +542,13 @@ MUTATIONS = [
         f"{KFAC}::test_kfac_of_experts_is_that_of_one_rank[ep tp]",
     ),
     mutation(
+        "K-FAC takes each matrix of a stack for its first",
+        "core/optim/kfac_stacks.py",
+        "self._take(stack.layers[matrix], ",
+        "self._take(stack.layers[0], ",
+        f"{FACTORS}::test_a_stack_of_a_module_that_it_does_not_know_moves_as_one_that_it_knows",
+    ),
+    mutation(
         "K-FAC takes places of a rank's gradients for those of its part of a row",
         "core/optim/kfac_cut.py",
         "self.part, self.share = there, 1.0",

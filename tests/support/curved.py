@@ -35,17 +35,38 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).tanh())
 
 
+class Experts(nn.Module):
+    """A token goes to one of four experts, whose matrices are stacked as those of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, 4)
+        self.up_proj, self.down_proj = nn.Parameter(torch.randn(4, 7, DIM)), nn.Parameter(torch.randn(4, DIM, 7) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.router(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for expert in chosen.unique():
+            here = chosen == expert
+            hidden = F.linear(x[here], self.up_proj[expert]).tanh()
+            y = y.masked_scatter(here[..., None], F.linear(hidden, self.down_proj[expert]) * shares[here][:, None])
+        return x + y
+
+
 class Curved(nn.Module):
     """tokens [B, L] -> logits [B, L, V], by an embedding, a convolution, linear layers and a Conv1D.
 
-    tied  the head has the embedding's table
+    tied     the head has the embedding's table
+    experts  whether there are some
     """
 
-    def __init__(self, tied: bool = False):
+    def __init__(self, tied: bool = False, experts: bool = False):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
         self.conv, self.mix = nn.Conv1d(DIM, DIM, 3, padding=1), Conv1D(DIM, DIM)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        if experts:
+            self.blocks.append(Experts())
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
@@ -77,6 +98,7 @@ class Case:
     zero: Any = 0
     microbatch: int | None = None
     tied: bool = False
+    experts: bool = False
     steps: int = 4
     optim: Any = "kfac"
     options: tuple[tuple[str, Any], ...] = ()
@@ -101,7 +123,7 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     )
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     torch.manual_seed(1)
-    model = Curved(case.tied).double()
+    model = Curved(case.tied, case.experts).double()
     parallel = parallelize(model, mesh, config, ModelPlan(tensor=PLAN if case.mesh.tp > 1 else None))
     optimizer = build_optimizer(config.optim, parallel.masters)
     state = TrainState(parallel, optimizer, LossScale(config.precision), {})

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from core.config import UserError
@@ -288,6 +289,57 @@ def test_one_step_is_newtons_for_every_expert(method: Any) -> None:
     assert abs(float(mean_loss(predicted(), y).detach()) - least) <= 1e-12
 
 
+class OneByOne(nn.Module):
+    """A stack of linear layers as those of transformers' experts: F.linear with one matrix after the other."""
+
+    def __init__(self, proj_EOI: Tensor):
+        super().__init__()
+        self.proj = nn.Parameter(proj_EOI.detach().clone())
+
+    def forward(self, x_AI: Tensor, rows: Tensor) -> Tensor:
+        parts = enumerate(x_AI.split(rows.tolist()))
+        return torch.cat([F.linear(part, weight=self.proj[torch.tensor(e)]) for e, part in parts if len(part)])
+
+
+class AtOnce(OneByOne):
+    def forward(self, x_AI: Tensor, rows: Tensor) -> Tensor:
+        return torch.einsum("ai,aoi->ao", x_AI, self.proj.repeat_interleave(rows, 0))
+
+
+@pytest.mark.parametrize("method", ["inverse", "eigen", "ekfac"])
+def test_a_stack_of_a_module_that_it_does_not_know_moves_as_one_that_it_knows(method: Any) -> None:
+    known = GroupedLinear(3, 4, 3, bias=False)
+    stacks, found = (known, OneByOne(known.weight)), []
+    for stack in stacks:
+        torch.manual_seed(1)
+        optimizer = KFAC(stack, lr=0.1, inverse_every=2, method=method, sharing="reduce")
+        for rows in [[5, 3, 4], [0, 2, 10], [4, 4, 4], [6, 6, 0]] * 3:
+            x, counts = torch.randn(12, 4), torch.tensor(rows)
+            optimizer.observe(lambda x=x, n=counts, m=stack: m(x, n).tanh().square().sum() / 12, items=12)
+            optimizer.zero_grad()
+            (stack(x, counts).tanh() - 1).square().sum().backward()
+            optimizer.step()
+        found.append(next(stack.parameters()).detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_experts_of_transformers_are_layers() -> None:
+    """Each token's two experts see it once."""
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=13, num_hidden_layers=1, num_local_experts=3, num_experts_per_tok=2, **sizes)
+    config._experts_implementation = "eager"
+    model, tokens = MixtralForCausalLM(config), torch.randint(13, (2, 5))
+    optimizer = KFAC(model, lr=0.1)
+    optimizer.observe(lambda: model(tokens, labels=tokens).loss, items=8)
+    assert optimizer._observer is not None
+    for name in ("gate_up_proj", "down_proj"):
+        indices = [i for i, layer in enumerate(optimizer._layers) if layer.weight.endswith(f"experts.{name}")]
+        assert len(indices) == 3
+        assert sum(optimizer._observer.seen[i, 0].cases for i in indices if (i, 0) in optimizer._observer.seen) == 20
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "normal"])
 def test_the_exact_fisher_is_the_hessian_of_the_loss_by_the_outputs(kind: Any) -> None:
     outputs, classes = torch.randn(3, 4, requires_grad=True), kind == "categorical"
@@ -433,9 +485,11 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
     for option, value in {"damping": -1.0, "kl_clip": 0.0, "fisher": "true", "factor_every": 0, "method": "qr"}.items():
         with refused(f"kfac: {option}={value}; give "):
             OptimConfig("kfac", **{option: value})
-    stack = nn.ParameterDict({"weight": torch.ones(3, 2, 2)})
-    with refused("kfac: experts.weight is a stack of 3 matrices, and ParameterDict does not say which rows each"):
-        KFAC(nn.ModuleDict({"experts": stack, "layer": nn.Linear(2, 2)}))
+    at_once = AtOnce(torch.ones(3, 2, 2))
+    optimizer = KFAC(nn.ModuleDict({"experts": at_once, "layer": nn.Linear(2, 2)}))
+    optimizer.observe(lambda: at_once(torch.ones(6, 2), torch.tensor([1, 2, 3])).sum(), items=6)
+    with refused("kfac: experts.proj is a stack of 3 matrices, and AtOnce does not say which rows each of them sees"):
+        optimizer.step()
     table = nn.Embedding(4, 3)
     looked_up = KFAC(Mean(table))
     with refused(r"kfac: layer is given 1 rows of a microbatch of 6"):
