@@ -14,6 +14,7 @@ APP = App(
         "plan": "whether a prediction fits, how it would be cut, how long a sequence may be",
         "msa": "alignments of sequences with databases, by jackhmmer, hhblits and MMseqs2",
         "train": "the model, on structures with alignments",
+        "relax": "a structure without clashes and with the bonds of proteins, by OpenMM",
         "evaluate": "a prediction against an experimental structure",
         "convert": "weights from one format into another",
         "doctor": "compare this installation with a golden run of the original code",

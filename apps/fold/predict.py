@@ -4,6 +4,7 @@
 2. for each record, shortest first: its alignment and templates, every model and seed, the ranking
 3. each prediction is written when it is there, into a folder aside, which gets its name when the last one is: a folder
    is complete or not there, and a second run goes on with what is missing
+   with --relax the best, or all, are relaxed before that
 4. summary.csv, after each record
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from apps.fold.complexes import ComplexTarget, find_complex, in_input_order
 from apps.fold.features.sequences import SUMMARY, Record, Refused, one_complex, read_fasta
 from apps.fold.features.templates import Allowed
 from apps.fold.features.text import unpacked_name
+from apps.fold.model import residues
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ESMFoldConfig, ModelConfig, MultimerConfig
 from apps.fold.model.features import Features
@@ -41,6 +43,7 @@ from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, writ
 from apps.fold.output.plots import plot, plot_coverage, plot_pairing
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
+from apps.fold.relax import TIME_LIMIT, check_limit, chosen, relax_file, said
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, FoldJob, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
@@ -67,12 +70,14 @@ from core.runtime import (
     world_size,
 )
 
+Relaxations = Literal["none", "best", "all"]
+
 
 @dataclass(frozen=True)
 class PredictConfig:
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("input", "model", "msa", "templates", "out", "num_recycles", "seed", "num_seeds", "precision", "device"),
-        *("memory", "nproc", "overwrite"),
+        *("memory", "nproc", "relax", "overwrite"),
     )
 
     input: Path | None = None
@@ -110,6 +115,11 @@ class PredictConfig:
     plots: bool = True
     distogram: bool = False
     """write the probabilities of distances, too: rank_N_distogram.npz, of 128 bytes for each pair of residues"""
+    relax: Relaxations = "none"
+    """predictions that are also written without clashes, rank_N_relaxed.cif (see `megalith fold relax`): none, the best
+    of each record, or all"""
+    relax_time_limit: float = TIME_LIMIT
+    """seconds that a relaxation may take; what was reached by then is written"""
     proteins: bool = False
     """take every record as a protein, also one of the letters A C G T U N alone, which is refused as DNA or RNA"""
     overwrite: bool = False
@@ -119,6 +129,7 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         Allowed(self.max_template_date)
+        check_limit(self.relax_time_limit, "relax_time_limit")
         if self.memory is not None:
             size_in_bytes(self.memory, "memory", "GiB")
         for name in ("num_seeds", "nproc"):
@@ -133,7 +144,8 @@ class PredictConfig:
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
-        return {} if self.templates else {"max_template_date": "without templates; give --templates FOLDER, too"}
+        found = {} if self.templates else {"max_template_date": "without templates; give --templates FOLDER, too"}
+        return found | ({"relax_time_limit": "without --relax best or all"} if self.relax == "none" else {})
 
 
 _NO_WEIGHTS = f"""no --model: folding with demo-tiny, a toy that knows three proteins by heart.
@@ -267,6 +279,8 @@ def _attempt(record: Record, models: list[Model], config: PredictConfig, progres
     try:
         allowed = Allowed(config.max_template_date)
         _check_models(record, models)
+        if config.relax != "none":
+            _check_relaxable(record)
         find = find_complex if record.chains else find_target
         target = find(record, config.msa, config.templates, alone, allowed)
         return _fold(target, models, config, progress)
@@ -333,6 +347,16 @@ def _check_models(record: Record, models: list[Model]) -> None:
             )
 
 
+def _check_relaxable(record: Record) -> None:
+    """Raises UserError for a residue that is predicted without atoms."""
+    for number, letter in enumerate(record.sequence, 1):
+        if letter not in residues.RESTYPES:
+            raise UserError(
+                f"residue {number} ({letter}) is predicted without atoms, and so cannot be relaxed; replace it, or "
+                "leave out --relax"
+            )
+
+
 def _fold(target: AnyTarget, models: list[Model], config: PredictConfig, progress: Progress) -> Outcome:
     record, folder = target.record, config.out / target.record.safe_name
     key = _key(target, models, config)
@@ -353,6 +377,10 @@ def _fold(target: AnyTarget, models: list[Model], config: PredictConfig, progres
     rows = unfinished.rows
     order = sorted(rows, key=lambda number: (-rows[number].get("confidence", rows[number]["mean_plddt"]), number))
     ranking = [{"rank": rank, **rows[number]} for rank, number in enumerate(order, 1)]
+    if config.relax != "none":
+        _on_the_first(
+            partial(_relax, target, order[:1] if config.relax == "best" else order, config, unfinished, progress)
+        )
     done = {"key": key, "name": record.name, "predictions": ranking, "seconds": round(seconds, 2)}
     _on_the_first(partial(unfinished.finish, order, done))
     return _outcome(target, done)
@@ -402,6 +430,28 @@ def _predict_all(
         unfinished.rows[number] = row  # on the other ranks, too
         progress.console.print(f"{of_record}: {_said(one)}", markup=False)
     return time.monotonic() - begun
+
+
+def _relax(
+    target: AnyTarget, numbers: list[int], config: PredictConfig, unfinished: Unfinished, progress: Progress
+) -> None:
+    """Of predictions that are written, in that order; those that an earlier run has not left."""
+    minimizer = chosen("auto")
+    for number in numbers:
+        of_record = f"{target.record.name}, {_named(unfinished.rows[number])}, relaxed"
+        stem = unfinished.stem(number)
+        if (unfinished.folder / f"{stem}_relaxation.json").exists():
+            continue
+        found = relax_file(
+            unfinished.folder / f"{stem}.cif",
+            unfinished.folder,
+            stem,
+            minimizer,
+            config.relax_time_limit,
+            name=target.record.safe_name,
+            pdb=config.pdb,
+        )
+        progress.console.print(f"{of_record}: {said(found)}", markup=False)
 
 
 def _about_alignment(target: AnyTarget, models: list[Model]) -> str:
@@ -532,8 +582,13 @@ def _key(target: AnyTarget, models: list[Model], config: PredictConfig) -> dict[
         "max_template_date": config.max_template_date,
         "precision": config.precision if exact else f"{config.precision}, products {config.matmul_precision}",
         "compile": config.compile,
-        "files": [name for name in ("pdb", "plots", "distogram") if getattr(config, name)],
+        "files": [name for name in ("pdb", "plots", "distogram") if getattr(config, name)] + _relaxations(config),
     }
+
+
+def _relaxations(config: PredictConfig) -> list[str]:
+    """All are also the best."""
+    return {"none": [], "best": ["relax best"], "all": ["relax best", "relax all"]}[config.relax]
 
 
 def _outcome(target: AnyTarget, done: dict[str, Any]) -> Outcome:

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -117,6 +118,34 @@ def test_predict_complexes(tmp_path: Path, weights: Path, capsys) -> None:
         "GSHML",
     ]
     assert "pair: 1 rows of several chains are paired" in said
+
+
+def test_predict_and_relax(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "openmm", None)
+    (tmp_path / "in.fasta").write_text(">one\nTTCCPSIVARSNFNVCRLPG\n>unknown\nMKXA\n")
+    options = (tmp_path / "in.fasta", "--out", tmp_path / "out", "--num-seeds", 2, "--no-plots")
+    code, said, err = fold(capsys, "predict", *options, "--relax", "best")
+    assert code == 2
+    assert "record 2 (unknown): residue 3 (X) is predicted without atoms, and so cannot be relaxed" in err
+    assert "relaxed: violations by L-BFGS (no force field)" in said
+    out = tmp_path / "out" / "one"
+    assert [path.name for path in sorted(out.glob("*relax*"))] == [
+        "rank_1_relaxation.json",
+        "rank_1_relaxed.cif",
+        "rank_1_relaxed.pdb",
+    ]
+    before, after = (read_structure(out / name)[0] for name in ("rank_1.cif", "rank_1_relaxed.cif"))
+    assert (before.name, before.sequence, before.numbers) == (after.name, after.sequence, after.numbers)
+    np.testing.assert_array_equal(before.b_factors, after.b_factors)
+    assert compare(after, before).rmsd > 0.001
+    assert NOTE in (out / "rank_1_relaxed.cif").read_text()
+
+    code, said, _ = fold(capsys, "predict", *options, "--proteins")
+    assert "one: done before" in said
+    code, _, err = fold(capsys, "predict", *options, "--relax", "all")
+    assert "is of a run without relax all; give --overwrite" in err
+    code, said, _ = fold(capsys, "predict", *options, "--relax", "all", "--overwrite")
+    assert len(list(out.glob("*_relaxed.cif"))) == 2
 
 
 def test_predict(tmp_path: Path, weights: Path, capsys) -> None:

@@ -7,7 +7,9 @@ Shapes: B batch, N residues, A = 14 atoms.
 """
 
 from functools import cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +22,11 @@ OVERLAP = 1.5  # Angstrom that radii may overlap
 
 _RADII = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
 # Length of the peptide bond in Angstrom and its deviation, before proline and before others; cosines of its angles.
-_BOND, _BOND_DEVIATION = (1.329, 1.341), (0.014, 0.016)
-_CA_C_N, _C_N_CA = (-0.4473, 0.0311), (-0.5203, 0.0353)
+BOND, BOND_DEVIATION = (1.329, 1.341), (0.014, 0.016)
+CA_C_N, C_N_CA = (-0.4473, 0.0311), (-0.5203, 0.0353)
 _LONGEST_BOND = 2.0  # between heavy atoms; atoms two bonds apart are further from each other
+# Of proline (Engh and Huber 1991): N-CD is 1.474; the others follow from CA-N-CD, 111.7, and N-CD-CG, 103.2 degrees.
+_PROLINE_RING = (("N", "CD", 1.474), ("CA", "CD", 2.434), ("N", "CG", 2.333))
 
 
 def violation_loss(atom14_BNA3: Tensor, aatype_BN: Tensor, index_BN: Tensor) -> Tensor:
@@ -40,14 +44,14 @@ def peptide_violations(atoms: Tensor, exists: Tensor, aatype: Tensor, index: Ten
     neighbours = (index[:, 1:] - index[:, :-1] == 1).to(atoms.dtype)
     there = exists[:, :-1, 1] * exists[:, :-1, 2] * exists[:, 1:, 0] * exists[:, 1:, 1] * neighbours
     proline = (aatype[:, 1:] == residues.RESTYPES.index("P")).long()
-    length, deviation = (torch.tensor(pair).to(atoms)[proline] for pair in (_BOND, _BOND_DEVIATION))
+    length, deviation = (torch.tensor(pair).to(atoms)[proline] for pair in (BOND, BOND_DEVIATION))
     bond = _length(n_next - c)
     to_ca, to_n = (ca - c) / _length(ca - c)[..., None], (n_next - c) / bond[..., None]
     to_next = (ca_next - n_next) / _length(ca_next - n_next)[..., None]
     terms = (
         (bond, length, deviation),
-        ((to_ca * to_n).sum(-1), *_CA_C_N),
-        ((-to_n * to_next).sum(-1), *_C_N_CA),
+        ((to_ca * to_n).sum(-1), *CA_C_N),
+        ((-to_n * to_next).sum(-1), *C_N_CA),
     )
     total = torch.zeros_like(there[:, 0]) if there.shape[1] else atoms.new_zeros(len(atoms))
     for value, ideal, spread in terms:
@@ -70,7 +74,7 @@ def clashes_between(atoms: Tensor, exists: Tensor, aatype: Tensor, index: Tensor
     sulfurs = is_cysteine[:, :, None] & is_cysteine[:, None]
     bridge = (slot == 5)[:, None] & (slot == 5)
     pairs = pairs * ~(next_one & bond) * ~(sulfurs[..., None, None] & bridge)
-    radius = table(_tables()[0], aatype, atoms.dtype)
+    radius = table(atom_tables().radius, aatype, atoms.dtype)
     nearest = radius[:, :, None, :, None] + radius[:, None, :, None, :] - OVERLAP
     distance = _length(atoms[:, :, None, :, None] - atoms[:, None, :, None, :], 1e-10)
     return (pairs * torch.relu(nearest - distance)).sum((1, 2, 3, 4))
@@ -78,8 +82,8 @@ def clashes_between(atoms: Tensor, exists: Tensor, aatype: Tensor, index: Tensor
 
 def clashes_within(atoms: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
     """The same of atoms of one residue more than two bonds apart, each pair twice as the original counts: [B]."""
-    radii, far = _tables()
-    radius, pairs = table(radii, aatype, atoms.dtype), table(far, aatype, atoms.dtype)
+    tables = atom_tables()
+    radius, pairs = table(tables.radius, aatype, atoms.dtype), table(tables.far, aatype, atoms.dtype)
     pairs = pairs * exists[..., :, None] * exists[..., None, :]
     nearest = radius[..., :, None] + radius[..., None, :] - OVERLAP
     distance = _length(atoms[..., :, None, :] - atoms[..., None, :, :], 1e-10)
@@ -90,21 +94,38 @@ def _length(x: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.sqrt((x * x).sum(-1) + eps)
 
 
+class AtomTables(NamedTuple):
+    """Of each residue type's atom14 slots, in Angstrom.
+
+    radius[21, 14]; of pairs [21, 14, 14], 1 or 0: bonded, angles (two bonds apart) and far (more than two); their ideal
+    distances, of bonded and angles
+    """
+
+    radius: np.ndarray
+    far: np.ndarray
+    bonded: np.ndarray
+    angles: np.ndarray
+    ideal: np.ndarray
+
+
 @cache
-def _tables():
-    """Radius of each atom14 slot [21, 14]; pairs of slots more than two bonds apart [21, 14, 14]."""
+def atom_tables() -> AtomTables:
     aatype = torch.arange(21)
     angles = torch.tensor([0.0, -1.0]).expand(21, 7, 2)  # all trans: no two atoms near each other that are not bonded
     frames = frames_of_torsions(aatype, Frames(torch.eye(3).expand(21, 3, 3), torch.zeros(21, 3)), angles)
     atoms, mask = atoms_of_frames(aatype, frames), torch.from_numpy(residues.ATOM14_MASK)
-    pair_mask = mask[:, :, None] * mask[:, None]
-    bonds = ((torch.cdist(atoms, atoms) < _LONGEST_BOND) * pair_mask).float()
-    proline = residues.RESTYPES.index("P")
-    ring = residues.atoms_of("P").index("CD")
-    bonds[proline, 0, ring] = bonds[proline, ring, 0] = 1  # its ring closes on N only with its own torsions
-    near = (bonds + bonds @ bonds) > 0
+    ideal = torch.cdist(atoms, atoms)
+    others = mask[:, :, None] * mask[:, None] * (1 - torch.eye(residues.NUM_ATOM14))
+    bonds = (ideal < _LONGEST_BOND) * others
+    proline, slots = residues.RESTYPES.index("P"), residues.atoms_of("P").index
+    for first, second, distance in _PROLINE_RING:  # it closes on N only with its own torsions
+        one, other = slots(first), slots(second)
+        ideal[proline, one, other] = ideal[proline, other, one] = distance
+        bonds[proline, one, other] = bonds[proline, other, one] = float(distance < _LONGEST_BOND)
+    near = ((bonds + bonds @ bonds) > 0) * others
     radii = torch.zeros(21, residues.NUM_ATOM14)
     for restype, letter in enumerate(residues.RESTYPES):
         for slot, name in enumerate(residues.atoms_of(letter)):
             radii[restype, slot] = _RADII[name[0]]
-    return radii.numpy(), (pair_mask * ~near).numpy()
+    found = (radii, others * (1 - near), bonds, near * (1 - bonds), ideal)
+    return AtomTables(*(table.numpy() for table in found))

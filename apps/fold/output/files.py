@@ -6,6 +6,7 @@ pLDDT stands in the B-factor column of both. The PAE's json has the schema of th
 import json
 import string
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,34 +24,50 @@ PDB_CHAINS = string.ascii_uppercase + string.ascii_lowercase + string.digits
 JSON_RESIDUES = 3_000  # beyond, the PAE is written as npz only
 
 
-def atoms(folded: Folded) -> list[tuple[int, str, str, np.ndarray, float]]:
-    """(residue from 0, three letters, atom, position, pLDDT) of every atom, in the order of atom14."""
+@dataclass(frozen=True)
+class Atom:
+    """An atom of a structure: its residue from 0, its name, whose first letter is its element, its position."""
+
+    residue: int
+    name: str
+    position: np.ndarray
+
+
+def atoms(folded: Folded) -> list[Atom]:
+    """Every heavy atom that there is, in the order of atom14."""
     listed = []
     for row, letter in enumerate(folded.sequence):
         for name in residues.atoms_of(letter):
             slot = residues.ATOM37.index(name)
-            entry = (row, residues.THREE_LETTERS[letter], name, folded.positions[row, slot], float(folded.plddt[row]))
-            listed.append(entry)
+            if folded.mask[row, slot]:
+                listed.append(Atom(row, name, folded.positions[row, slot]))
     return listed
 
 
 @dataclass(frozen=True)
-class _Numbering:
-    """Of each residue its chain's id, its chain's entity and its number in the chain, as text."""
+class Numbering:
+    """Of each residue its chain's id, its chain's entity and its number in the chain, as text.
+
+    authors  the chain's name, the number and the insertion code that others gave it
+    """
 
     chains: list[str]
     entities: list[str]
     numbers: list[str]
+    authors: list[tuple[str, str, str]]
 
 
-def _numbering(folded: Folded) -> _Numbering:
-    found = _Numbering([], [], [])
+def numbering(folded: Folded, authors: list[tuple[str, str, str]] | None = None) -> Numbering:
+    """authors: names and numbers of another file, which are kept beside ours."""
+    found = Numbering([], [], [], authors or [])
     sequences = [folded.sequence[rows] for rows in folded.chain_rows()]
     known = list(dict.fromkeys(sequences))
     for number, sequence in enumerate(sequences, 1):
         found.chains.extend([chain_id(number)] * len(sequence))
         found.entities.extend([str(known.index(sequence) + 1)] * len(sequence))
         found.numbers.extend(map(str, range(1, len(sequence) + 1)))
+    if authors is None:
+        found.authors.extend((chain, number, "?") for chain, number in zip(found.chains, found.numbers))
     return found
 
 
@@ -83,19 +100,29 @@ def _entities(folded: Folded, name: str) -> dict[str, Any]:
     }
 
 
-def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
-    """Chains A to Z, then AA, BA, …; residues are numbered from 1 in each."""
+def write_mmcif(
+    path: Path,
+    folded: Folded,
+    name: str,
+    title: str,
+    listed: Sequence[Atom] | None = None,
+    authors: list[tuple[str, str, str]] | None = None,
+) -> None:
+    """Chains A to Z, then AA, BA, …; residues are numbered from 1 in each.
+
+    listed   the atoms, where they are not the heavy ones alone
+    authors  of each residue its chain, number and insertion code, where the authors' are others
+    """
     from Bio.PDB.mmcifio import MMCIFIO
 
-    listed = atoms(folded)
+    listed = atoms(folded) if listed is None else listed
     three = [residues.THREE_LETTERS.get(letter, "UNK") for letter in folded.sequence]
-    at = _numbering(folded)
+    at = numbering(folded, authors)
     ordinals = [str(number) for number in range(1, len(three) + 1)]
     count = len(listed)
-    rows = [at.numbers[row] for row, *_ in listed]
-    chains = [at.chains[row] for row, *_ in listed]
-    names, atom_names = [a[1] for a in listed], [a[2] for a in listed]
-    xyz = [[f"{a[3][axis]:.3f}" for a in listed] for axis in range(3)]
+    of_atoms = [atom.residue for atom in listed]
+    author_chains, author_numbers, codes = zip(*(at.authors[row] for row in of_atoms))
+    xyz = [[f"{atom.position[axis]:.3f}" for atom in listed] for axis in range(3)]
     plddt = [f"{value:.2f}" for value in folded.plddt]
     io = MMCIFIO()
     io.set_dict(
@@ -123,57 +150,61 @@ def write_mmcif(path: Path, folded: Folded, name: str, title: str) -> None:
             "_ma_qa_metric_local.metric_value": plddt,
             "_atom_site.group_PDB": ["ATOM"] * count,
             "_atom_site.id": [str(number) for number in range(1, count + 1)],
-            "_atom_site.type_symbol": [atom[0] for atom in atom_names],
-            "_atom_site.label_atom_id": atom_names,
+            "_atom_site.type_symbol": [atom.name[0] for atom in listed],
+            "_atom_site.label_atom_id": [atom.name for atom in listed],
             "_atom_site.label_alt_id": ["."] * count,
-            "_atom_site.label_comp_id": names,
-            "_atom_site.label_asym_id": chains,
-            "_atom_site.label_entity_id": [at.entities[row] for row, *_ in listed],
-            "_atom_site.label_seq_id": rows,
-            "_atom_site.pdbx_PDB_ins_code": ["?"] * count,
+            "_atom_site.label_comp_id": [three[row] for row in of_atoms],
+            "_atom_site.label_asym_id": [at.chains[row] for row in of_atoms],
+            "_atom_site.label_entity_id": [at.entities[row] for row in of_atoms],
+            "_atom_site.label_seq_id": [at.numbers[row] for row in of_atoms],
+            "_atom_site.pdbx_PDB_ins_code": list(codes),
             "_atom_site.Cartn_x": xyz[0],
             "_atom_site.Cartn_y": xyz[1],
             "_atom_site.Cartn_z": xyz[2],
             "_atom_site.occupancy": ["1.0"] * count,
-            "_atom_site.B_iso_or_equiv": [f"{a[4]:.2f}" for a in listed],
-            "_atom_site.auth_seq_id": rows,
-            "_atom_site.auth_asym_id": chains,
+            "_atom_site.B_iso_or_equiv": [plddt[row] for row in of_atoms],
+            "_atom_site.auth_seq_id": list(author_numbers),
+            "_atom_site.auth_asym_id": list(author_chains),
             "_atom_site.pdbx_PDB_model_num": ["1"] * count,
         }
     )
     io.save(str(path))
 
 
-def fits_pdb(folded: Folded) -> bool:
+def fits_pdb(folded: Folded, num_atoms: int | None = None) -> bool:
+    """num_atoms: where these are not the heavy ones alone."""
     longest = max(folded.lengths, default=len(folded.sequence))
     return (
         longest <= PDB_RESIDUES
-        and int(folded.mask.sum()) + len(folded.lengths) <= PDB_ATOMS
+        and (num_atoms or int(folded.mask.sum())) + len(folded.lengths) <= PDB_ATOMS
         and len(folded.lengths) <= len(PDB_CHAINS)
     )
 
 
-def write_pdb(path: Path, folded: Folded, title: str) -> None:
-    """Chains of one letter, residues numbered from 1 in each; only what `fits_pdb`."""
+def write_pdb(path: Path, folded: Folded, title: str, listed: Sequence[Atom] | None = None) -> None:
+    """Chains of one letter, residues numbered from 1 in each; only what `fits_pdb`.  listed: as in `write_mmcif`."""
     from Bio.PDB.PDBIO import PDBIO
     from Bio.PDB.StructureBuilder import StructureBuilder
 
-    assert fits_pdb(folded)
+    listed = atoms(folded) if listed is None else listed
+    assert fits_pdb(folded, len(listed))
     builder = StructureBuilder()
     builder.init_structure("model")
     builder.init_model(0)
     begins = {rows.start: letter for rows, letter in zip(folded.chain_rows(), PDB_CHAINS)}
     last, first = -1, 0
-    for row, three, name, position, plddt in atoms(folded):
+    for atom in listed:
+        row, name = atom.residue, atom.name
         for start in range(last + 1, row + 1):  # a chain may begin with residues without atoms
             if start in begins:
                 builder.init_chain(begins[start])
                 builder.init_seg("    ")
                 first = start
         if row != last:
-            builder.init_residue(three, " ", row - first + 1, " ")
+            builder.init_residue(residues.THREE_LETTERS[folded.sequence[row]], " ", row - first + 1, " ")
             last = row
-        builder.init_atom(name, position, plddt, 1.0, " ", f" {name:<3}" if len(name) < 4 else name, None, name[0])
+        padded, plddt = f" {name:<3}" if len(name) < 4 else name, float(folded.plddt[row])
+        builder.init_atom(name, atom.position, plddt, 1.0, " ", padded, None, name[0])
     io = PDBIO()
     io.set_structure(builder.get_structure())
     with open(path, "w", encoding="utf-8") as file:

@@ -1,7 +1,8 @@
 """A record's folder while its predictions are made: each is written when it is there, and only its row stays in memory.
 
     1. OUT/.NAME.part holds key.json: what the record's predictions depend on
-    2. of each prediction its files, prediction_N_…, and when these are whole its row, prediction_N.json
+    2. of each prediction its files, prediction_N_…, and when these are whole its row, prediction_N.json; beside them
+       later, where it is asked for, the prediction relaxed
     3. when the last is there: ranks in the place of numbers, ranking.json, and the folder gets its name
 
 A run that was stopped goes on with the predictions whose rows are there, if it has the same key.
@@ -76,14 +77,14 @@ class Unfinished:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
             replace_file(self.folder / "key.json", json.dumps({"key": self.key}).encode())
-        files(self.folder, _stem(number))
-        replace_file(self.folder / f"{_stem(number)}.json", json.dumps(row).encode())
+        files(self.folder, self.stem(number))
+        replace_file(self.folder / f"{self.stem(number)}.json", json.dumps(row).encode())
         self.rows[number] = row
 
     def finish(self, order: list[int], ranking: dict[str, Any]) -> None:
         """Name the files by their ranks, which `order` gives, and the folder as it is to be called."""
         for rank, number in enumerate(order, 1):
-            stem = _stem(number)
+            stem = self.stem(number)
             (self.folder / f"{stem}.json").unlink()
             for path in sorted(self.folder.glob(f"{stem}[._]*")):
                 path.rename(self.folder / f"rank_{rank}{path.name.removeprefix(stem)}")
@@ -100,6 +101,6 @@ class Unfinished:
         if not self.rows:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-
-def _stem(number: int) -> str:
-    return f"prediction_{number}"
+    def stem(self, number: int) -> str:
+        """What the names of a prediction's files begin with."""
+        return f"prediction_{number}"

@@ -1,5 +1,7 @@
 """Every option of the fold commands is read by a run, or refused where a run would not read it."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from apps.fold.__main__ import APP
@@ -10,14 +12,16 @@ from tests.support.fold import GOLDEN, one_block
 from tests.support.options import TRAINING, Probe
 
 SEQUENCE = "TTCCPSIVARSNFNVCRLPG"
+_METHODS = ["violations", *(["amber"] if find_spec("openmm") else [])]
 COMMANDS = {
-    "predict": ["OUT/in.fasta --out OUT/out --num-recycles 0 --overwrite"],
+    "predict": [f"OUT/in.fasta --out OUT/out --num-recycles 0 --overwrite{more}" for more in ("", " --relax best")],
     "plan": [
         *("--length 60", "--length 60 --nproc 2", "--length 60 --device cpu --memory 4GiB"),
         "--recipe debug --data.crop 12 --num-recycles 0 --max-msa 1 --max-extra-msa 1",
     ],
     "msa": ["OUT/in.fasta --databases OUT/db.fasta --out OUT/out"],
     "train": ["--recipe debug --steps 1 --out OUT/run --device cpu --optim.schedule.warmup-steps 0"],
+    "relax": [f"{STRUCTURES}/1ejg.pdb --out OUT/out --method {method}" for method in _METHODS],
     "evaluate": [f"--predicted {STRUCTURES}/1ejg.pdb --reference {STRUCTURES}/1ejg.pdb"],
     "convert": [f"--model {DEMO_WEIGHTS} --out OUT/weights", f"--model {DEMO_WEIGHTS} --out OUT/weights.npz"],
     "doctor": [f"--golden {GOLDEN}", f"--golden {GOLDEN} --limit 1e-2"],

@@ -1,0 +1,92 @@
+"""A minimizer of our own, for machines without OpenMM: violations and springs alone, by L-BFGS in torch.
+
+It knows no force field: no charges, no hydrogens, no energy of torsions. Distances of bonded atoms, peptide bonds and
+their angles are drawn to within two deviations of their ideals, atoms that overlap are drawn apart, and the springs of
+the protocol hold the rest. Its energies are of these terms only, and cannot be compared with a force field's.
+
+Shapes: N residues, A = 14 atoms, M = N A.
+"""
+
+import time
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apps.fold.model import residues
+from apps.fold.output.files import Atom
+from apps.fold.relaxation.protocol import STIFFNESS, End, Round, Structure, Tell
+from apps.fold.relaxation.stereochemistry import Clashes, Stereochemistry, cosines, distances
+
+_BOND_STIFFNESS = 600.0  # kcal/mol/Angstrom^2, as bonds of a force field have
+_ANGLE_STIFFNESS = 120.0  # kcal/mol, of cosines
+_FREE = 2.0  # deviations
+_MARGIN = 0.1  # Angstrom by which atoms are drawn further apart than they have to be
+_ITERATIONS, _BATCH = 1_000, 20  # at most in a round, and between two looks at which atoms are near
+_CONVERGED = 1e-4  # kcal/mol by which a batch lowers the energy of an atom, at the end
+
+
+class Violations:
+    """See `apps.fold.relaxation.protocol.Minimizer`.  Atoms that are missing stay so."""
+
+    method = "violations by L-BFGS (no force field)"
+
+    def __init__(self, structure: Structure):
+        self._structure, self.placed_NA = structure, structure.exists_NA
+        self._rules = Stereochemistry(structure.aatype_N, structure.exists_NA, structure.follows_N)
+        self._exists_M = torch.from_numpy(structure.exists_NA.reshape(-1) > 0)
+        self._flat_M3 = torch.from_numpy(structure.atoms_NA3.copy()).reshape(-1, 3)
+
+    def minimize(self, held_N: np.ndarray, deadline: float, tell: Tell) -> Round:
+        start_M3, x_M3 = self._flat_M3, self._flat_M3.clone().requires_grad_()
+        held_M = torch.from_numpy(held_N).repeat_interleave(residues.NUM_ATOM14) & self._exists_M
+        count, before, energy = int(self._exists_M.sum()), None, 0.0
+        iterations, end = 0, "converged"
+        while iterations < _ITERATIONS:
+            clashes = self._rules.clashes(self._shaped(x_M3), 4 * _MARGIN)
+            optimizer = torch.optim.LBFGS([x_M3], max_iter=_BATCH, line_search_fn="strong_wolfe")
+            first = float(optimizer.step(partial(self._gradient, x_M3, start_M3, held_M, clashes)).detach())
+            with torch.no_grad():
+                energy = float(self._energy(x_M3, start_M3, held_M, clashes))
+            before = first if before is None else before
+            iterations += _BATCH
+            tell(f"iteration {iterations}, {energy:,.1f} kcal/mol of violations and springs")
+            if first - energy < _CONVERGED * count:
+                break
+            if time.monotonic() >= deadline:
+                end = "limit of time"
+                break
+        self._flat_M3 = x_M3.detach()
+        reached: End = "plateau" if iterations >= _ITERATIONS else end
+        return Round(before or 0.0, energy, iterations, reached)
+
+    def positions(self) -> np.ndarray:
+        return self._shaped(self._flat_M3).numpy().copy()
+
+    def atoms(self) -> list[Atom]:
+        found = self.positions()
+        return [
+            Atom(row, name, found[row, slot])
+            for row, restype in enumerate(self._structure.aatype_N)
+            for slot, name in enumerate(residues.atoms_of(residues.RESTYPES[restype]))
+            if self._structure.exists_NA[row, slot]
+        ]
+
+    def _shaped(self, flat_M3: Tensor) -> Tensor:
+        return flat_M3.detach().view(-1, residues.NUM_ATOM14, 3)
+
+    def _gradient(self, x_M3: Tensor, start_M3: Tensor, held_M: Tensor, clashes: Clashes) -> Tensor:
+        x_M3.grad = None
+        value = self._energy(x_M3, start_M3, held_M, clashes)
+        value.backward()
+        return value
+
+    def _energy(self, x_M3: Tensor, start_M3: Tensor, held_M: Tensor, clashes: Clashes) -> Tensor:
+        rules, bounds = self._rules, self._rules.bounds
+        springs = STIFFNESS / 2 * ((x_M3 - start_M3)[held_M] ** 2).sum()
+        off = (distances(x_M3, bounds.pairs) - bounds.ideal).abs() - _FREE * bounds.deviation
+        turned = (cosines(x_M3, rules.angles_J3) - rules.cosines_J).abs() - _FREE * rules.spread_J
+        near = clashes.nearest + _MARGIN - distances(x_M3, clashes.pairs)
+        bonded = (torch.relu(off) ** 2).sum() + (torch.relu(near) ** 2).sum()
+        return springs + _BOND_STIFFNESS / 2 * bonded + _ANGLE_STIFFNESS / 2 * (torch.relu(turned) ** 2).sum()

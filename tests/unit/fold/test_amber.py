@@ -1,0 +1,69 @@
+"""Relaxation by OpenMM beside a script of OpenMM's own calls, and its limits."""
+
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apps.fold.relaxation.amber import Amber
+from apps.fold.relaxation.protocol import relax
+from apps.fold.score import compare
+from core.config import UserError
+from tests.support.clashes import chain, clashing, num_clashes, one_chain_pdb
+
+pytest.importorskip("openmm", reason="an optional extra, relax; `make install` installs it")
+pytest.importorskip("pdbfixer", reason="an optional extra, relax; `make install` installs it")
+
+
+def _is_the_scripts(one, folder: Path) -> None:
+    from tests.support.direct_relaxation import energies
+
+    _, after = energies(one_chain_pdb(one, folder / "x.pdb"))
+    found = relax([one], Amber, 120.0)
+    assert found.rounds[0].energy_after == pytest.approx(after, rel=1e-3)
+    assert len(found.rounds) == 1
+    assert not found.violations_after
+    assert num_clashes(list(found.chains)) == 0
+    assert found.rmsd < 0.35
+    assert {atom.name[0] for atom in found.atoms} == {"C", "H", "N", "O", "S"}
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_energies_are_those_of_a_script_of_openmms_calls(seed: int | None, tmp_path: Path) -> None:
+    one = chain("1ejg.pdb")
+    _is_the_scripts(one if seed is None else clashing(one, seed), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["1ubi.pdb", "1ejg.pdb", "1a8o.cif"])
+@pytest.mark.parametrize("seed", [None, *range(5)])
+def test_energies_of_more_structures(name: str, seed: int | None, tmp_path: Path) -> None:
+    one = chain(name)
+    _is_the_scripts(one if seed is None else clashing(one, seed), tmp_path)
+
+
+def test_a_relaxation_by_openmm_ends_by_its_limit_of_time() -> None:
+    one = clashing(chain("1ejg.pdb"), 1)  # takes 3 s
+    begun = time.monotonic()
+    found = relax([one], Amber, 1.0)
+    assert found.cut_short
+    assert time.monotonic() - begun < 2.0
+    assert found.rounds[0].end == "limit of time"
+    assert found.rounds[0].energy_after < found.rounds[0].energy_before
+
+
+def test_missing_atoms_are_placed_and_hydrogens_are_where_they_were_before() -> None:
+    one = chain("1ejg.pdb")
+    one.mask[11, 4:] = 0  # a side chain
+    first, second = (relax([one], Amber, 60.0) for _ in range(2))
+    assert (first.chains[0].mask[11, 4:].sum(), one.mask[11, 4:].sum()) == (4, 0)
+    assert not first.violations_after
+    np.testing.assert_array_equal(first.chains[0].positions, second.chains[0].positions)
+    assert compare(first.chains[0], one).rmsd < 0.5
+
+
+def test_what_openmm_has_not_is_said() -> None:
+    with pytest.raises(UserError, match="no platform 'Quantum' here; it has Reference, CPU"):
+        relax([chain("1ejg.pdb")], partial(Amber, platform="Quantum"), 60.0)
