@@ -694,7 +694,7 @@ def _int8_words_tile(
     _store(y, tl.trans(acc), bias, m, n, M, N, HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "part"])
 def _int4_words_tile(
     x, w, scale, zero, bias, y, M, N, G, xm, part,
     BM: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, HALF: tl.constexpr,

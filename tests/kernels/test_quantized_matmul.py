@@ -153,10 +153,12 @@ def test_leading_dims_are_kept() -> None:
     assert found.shape == (2, 3, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
-def test_few_rows_are_in_parts_and_a_row_does_not_depend_on_the_others(scheme: str) -> None:
+def test_few_rows_are_in_parts_and_a_row_does_not_depend_on_the_others(scheme: str, dtype: torch.dtype) -> None:
     """Columns are dealt to programs by the weight's sizes alone, so the sums of a row have one order."""
-    x_MI, w_OI = normal(16, 1500), normal(40, 1500, seed=1)
+    columns = 1500 if dtype == torch.float32 else 1536
+    x_MI, w_OI = normal(16, columns).to(dtype), normal(40, columns, seed=1)
 
     def product(x_MI: Tensor) -> Tensor:
         if scheme == "int4":
@@ -179,6 +181,64 @@ def test_few_rows_are_in_parts_and_a_row_does_not_depend_on_the_others(scheme: s
     assert len(parts) == 4
     for found in some:
         assert torch.equal(found, whole[: len(found)])
+
+
+class Assembly:
+    """What a GPU computes by the instructions that kernels write as assembly, in whole numbers of 32 bits."""
+
+    def __init__(self, text: str, **given: int):
+        self.values = given
+        for line in text.strip("{}\n").split("\n"):
+            name, *operands = line.strip(" ;").replace(",", "").split()
+            if name != ".reg":
+                self.values[operands[0]] = self._result(name, [self._value(one) for one in operands[1:]])
+
+    def _value(self, operand: str) -> int:
+        return self.values[operand] if operand in self.values else int(operand, 0)
+
+    def _result(self, name: str, given: list[int]) -> int:
+        if name == "mov.b32":
+            return given[0]
+        if name == "xor.b32":
+            return given[0] ^ given[1]
+        if name == "shr.u32":
+            return given[0] >> given[1]
+        if name == "lop3.b32":  # bit 4 a + 2 b + c of the table, for bits a, b and c of the operands
+            at = [4 * (given[0] >> i & 1) + 2 * (given[1] >> i & 1) + (given[2] >> i & 1) for i in range(32)]
+            return sum((given[3] >> index & 1) << i for i, index in enumerate(at))
+        if name == "prmt.b32":
+            both = given[0] | given[1] << 32
+            return sum((both >> 8 * (given[2] >> 4 * i & 7) & 255) << 8 * i for i in range(4))
+        dtype = {"fma.rn.bf16x2": torch.bfloat16, "fma.rn.f16x2": torch.float16}[name]
+        a, b, c = (halves(one, dtype).double() for one in given)
+        low, high = (int(n) & 0xFFFF for n in (a * b + c).to(dtype).view(torch.int16))
+        return low | high << 16
+
+
+def halves(word: int, dtype: torch.dtype) -> Tensor:
+    """Two numbers of 16 bits that stand in 32."""
+    return torch.tensor([word & 0xFFFF, word >> 16]).to(torch.uint16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_assembly_unpacks_as_the_interpreter_does(dtype: torch.dtype) -> None:
+    """All bytes; for halves with some zeros, one for each of the two pairs."""
+    name = "BF16" if dtype == torch.bfloat16 else "FP16"
+    ours = {kind: getattr(quantized_matmul, f"_{kind}_{name}").value for kind in ("HALVES", "BYTES")}
+    for first in range(0, 256, 4):
+        bytes_ = [first, 255 - first, first + 1, (first + 130) % 256]
+        word = sum(byte << 8 * i for i, byte in enumerate(bytes_))
+        values = Assembly(ours["BYTES"], **{"$2": word}).values
+        found = [n for i in range(2) for n in halves(values[f"${i}"], dtype).tolist()]
+        assert found == torch.tensor(bytes_).to(torch.uint8).view(torch.int8).tolist()
+        for zero in (0, 8, 15):
+            less = torch.tensor([-zero, zero - 15], dtype=dtype) - (128 if dtype == torch.bfloat16 else 1024)
+            low, high = (int(n) & 0xFFFF for n in less.view(torch.int16))
+            values = Assembly(ours["HALVES"], **{"$4": word, "$5": low * 0x10001, "$6": high * 0x10001}).values
+            found = [n for i in range(4) for n in halves(values[f"${i}"], dtype).tolist()]
+            zeros = [zero, zero, 15 - zero, 15 - zero]
+            wanted = [(b & 15) - z for b, z in zip(bytes_, zeros)] + [(b >> 4) - z for b, z in zip(bytes_, zeros)]
+            assert found == wanted
 
 
 def test_many_rows_take_a_widened_weight_some_rows_at_a_time() -> None:
