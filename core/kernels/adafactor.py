@@ -278,10 +278,11 @@ def _tile(owners, table, COLUMNS: tl.constexpr, BB: tl.constexpr, BR: tl.constex
     B, R, C = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
     if EVEN:
         C = tl.multiple_of(C, 16)
-    tile = tl.program_id(0) - tl.load(owner + 3)
-    c_tile, tile = tile % tl.cdiv(C, BC), tile // tl.cdiv(C, BC)
-    r_tile, b_tile = tile % tl.cdiv(R, BR), tile // tl.cdiv(R, BR)
-    return owner, B, R, C, b_tile, r_tile, c_tile
+    tile = tl.program_id(0) - tl.load(owner + 3).to(tl.int32)  # in 64 bits a division is a call
+    of_row, of_matrix = tl.cdiv(C, BC).to(tl.int32), tl.cdiv(R, BR).to(tl.int32)
+    c_tile, tile = tile % of_row, tile // of_row
+    r_tile, b_tile = tile % of_matrix, tile // of_matrix
+    return owner, B, R, C, b_tile.to(tl.int64), r_tile.to(tl.int64), c_tile.to(tl.int64)
 
 
 @triton.jit
@@ -336,13 +337,14 @@ def _averaged(var, total, inside, weight, length, V: tl.constexpr):
 
 
 @triton.jit
-def _factors(owners, table, means, weight, BB: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
-    """Columns: B, R, C, first program, r, c, the rows' sums, the columns', all rows, all columns, where means begin."""
+def _factors(owners, table, sums, means, weight, BB: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
+    """Columns: B, R, C, first program, r, c, where the rows' sums and the columns' begin in `sums`, all rows, all
+    columns, where means begin."""
     owner = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * 11
     B, R, C = tl.load(owner), tl.load(owner + 1), tl.load(owner + 2)
     b = (tl.program_id(0) - tl.load(owner + 3)) * BB + tl.arange(0, BB)
     row_var, col_var = pointer_at(owner + 4, V, False), pointer_at(owner + 5, V, False)
-    rows, cols = pointer_at(owner + 6, tl.float32, False), pointer_at(owner + 7, tl.float32, False)
+    rows, cols = sums + tl.load(owner + 6), sums + tl.load(owner + 7)
     num_rows, num_cols = tl.load(owner + 8).to(tl.float32), tl.load(owner + 9).to(tl.float32)
     total = tl.zeros([BB, BLOCK], tl.float32)
     for start in range(0, R.to(tl.int32), BLOCK):
@@ -358,13 +360,13 @@ def _factors(owners, table, means, weight, BB: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _inverse_root(
-    owner, B, R, C, b_tile, r_tile, c_tile, eps1,
+    owner, means, B, R, C, b_tile, r_tile, c_tile, eps1,
     BB: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """1 / max(sqrt V, eps1) of a tile from its factors. Columns 6, 7, 8: r, c, means."""
+    """1 / max(sqrt V, eps1) of a tile from its factors. Columns 6, 7, 8: r, c, where the means begin in `means`."""
     b, r, c = b_tile * BB + tl.arange(0, BB), r_tile * BR + tl.arange(0, BR), c_tile * BC + tl.arange(0, BC)
     row_var, col_var = pointer_at(owner + 6, V, False), pointer_at(owner + 7, V, False)
-    mean = tl.load(pointer_at(owner + 8, tl.float32, False) + b, mask=b < B, other=1.0)
+    mean = tl.load(means + tl.load(owner + 8) + b, mask=b < B, other=1.0)
     inside = (b < B)[:, None] & (r < R)[None, :]
     row = tl.load(row_var + b[:, None] * R + r[None, :], mask=inside, other=0.0).to(tl.float32)
     row = row / tl.maximum(mean, eps1)[:, None]
@@ -375,7 +377,7 @@ def _inverse_root(
 
 @triton.jit
 def _tile_squares(
-    owners, table, partial, weight, eps1, BB: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, P: tl.constexpr,
+    owners, table, means, partial, weight, eps1, BB: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, P: tl.constexpr,
     G: tl.constexpr, V: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """Sums of U^2 and P^2. Columns: B, R, C, first tile, P, G, r or V (which is updated), c, means."""
@@ -387,7 +389,7 @@ def _tile_squares(
     g = tl.load(pointer_at(owner + 5, G, ALIGNED) + first + at, mask=inside, other=0.0).to(tl.float32)
     p = tl.load(pointer_at(owner + 4, P, ALIGNED) + first + at, mask=inside, other=0.0).to(tl.float32)
     if FACTORED:
-        u = g * _inverse_root(owner, B, R, C, b_tile, r_tile, c_tile, eps1, BB, BR, BC, V)
+        u = g * _inverse_root(owner, means, B, R, C, b_tile, r_tile, c_tile, eps1, BB, BR, BC, V)
     else:
         variance = pointer_at(owner + 6, V, ALIGNED) + first + at
         old = tl.load(variance, mask=inside, other=0.0).to(tl.float32)
@@ -416,7 +418,7 @@ def _finish_squares(table, partial, squares, num_tiles, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed", "stream"])
 def _apply_tile(
-    owners, table, squares, eps1, eps2, d, rho, decay, seed, stream,
+    owners, table, means, squares, eps1, eps2, d, rho, decay, seed, stream,
     BB: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, P: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, FACTORED: tl.constexpr, AT_RANDOM: tl.constexpr,
 ):  # fmt: skip
@@ -434,7 +436,7 @@ def _apply_tile(
     g = tl.load(pointer_at(owner + 5, G, ALIGNED) + first + at, mask=inside, other=0.0).to(tl.float32)
     p = tl.load(param, mask=inside, other=0.0).to(tl.float32)
     if FACTORED:
-        u = g * _inverse_root(owner, B, R, C, b_tile, r_tile, c_tile, eps1, BB, BR, BC, V)
+        u = g * _inverse_root(owner, means, B, R, C, b_tile, r_tile, c_tile, eps1, BB, BR, BC, V)
     else:
         variance = pointer_at(owner + 6, V, ALIGNED) + first + at
         v = tl.load(variance, mask=inside, other=0.0).to(tl.float32)
@@ -496,7 +498,8 @@ def _update_factors(
         return means
     at = starts(counts)
     given = [list(row_vars), list(col_vars)]
-    lists = [[t.contiguous() for t in tensors] for tensors in (*given, rows, cols)]
+    lists = [[t.contiguous() for t in tensors] for tensors in given]
+    sums, sums_at = _in_one([*rows, *cols])
     keys = [(max(r.shape[-2], c.shape[-1]) <= 16, r.dtype) for r, c in zip(row_vars, col_vars)]
     for key in dict.fromkeys(keys):
         members = [i for i, k in enumerate(keys) if k == key]
@@ -505,11 +508,20 @@ def _update_factors(
         programs = [triton.cdiv(B, BB) for B, _, _ in sizes]
         first = starts(programs)
         entries = [
-            (*sizes[k], first[k], *(tensors[i].data_ptr() for tensors in lists), num_rows[i], num_cols[i], at[i])
+            (
+                *sizes[k],
+                first[k],
+                *(tensors[i].data_ptr() for tensors in lists),
+                sums_at[i],
+                sums_at[len(rows) + i],
+                num_rows[i],
+                num_cols[i],
+                at[i],
+            )
             for k, i in _of(members)
         ]
         _factors[(sum(programs),)](
-            owners(tuple(programs), means.device), table(tuple(entries), means.device), means, weight,
+            owners(tuple(programs), means.device), table(tuple(entries), means.device), sums, means, weight,
             BB=BB, BLOCK=BLOCK, V=TYPES[key[1]], num_warps=8,
         )  # fmt: skip
     write_back(given[0] + given[1], lists[0] + lists[1])
@@ -527,8 +539,8 @@ def _factored_squares(
     params: list[Tensor], grads: list[Tensor], row_vars: list[Tensor], col_vars: list[Tensor], means: list[Tensor],
     eps1: float | None,
 ) -> Tensor:  # fmt: skip
-    lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, row_vars, col_vars, means)]
-    return _squares(lists, 0.0, eps1)
+    lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, row_vars, col_vars)]
+    return _squares(lists, means, 0.0, eps1)
 
 
 @operator("adafactor_variance_squares", mutates=("variances",))
@@ -536,24 +548,25 @@ def _variance_squares(
     params: list[Tensor], grads: list[Tensor], variances: list[Tensor], weight: float, eps1: float | None
 ) -> Tensor:
     lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, variances)]
-    squares = _squares(lists, weight, eps1)
+    squares = _squares(lists, [], weight, eps1)
     write_back(variances, lists[2])
     return squares
 
 
-def _squares(lists: list[list[Tensor]], weight: float, eps1: float | None) -> Tensor:
+def _squares(lists: list[list[Tensor]], means: list[Tensor], weight: float, eps1: float | None) -> Tensor:
     params = lists[0]
     if not any(map(launches, params)):
         return torch.zeros(len(params), 2, dtype=torch.float32, device=params[0].device)
     squares = torch.empty(len(params), 2, dtype=torch.float32, device=params[0].device)
+    every_mean, means_at = _in_one(means) if means else (squares, [0] * len(params))
     for (tile, P, G, V, is_aligned, even), members in _by_launch(lists[:3]):
         sizes, counts, first = _tiling(tile, [params[i] for i in members])
         partial = torch.empty(2, sum(counts), dtype=torch.float32, device=squares.device)
-        rows = [(*sizes[k], first[k], *_pointers(lists, i)) for k, i in _of(members)]
+        rows = [(*sizes[k], first[k], *_pointers(lists, i), means_at[i]) for k, i in _of(members)]
         _tile_squares[(sum(counts),)](
-            owners(tuple(counts), squares.device), table(tuple(rows), squares.device), partial, weight,
+            owners(tuple(counts), squares.device), table(tuple(rows), squares.device), every_mean, partial, weight,
             _lowest(eps1, params[members[0]]), *tile, P=P, G=G, V=V, ALIGNED=is_aligned, EVEN=even,
-            FACTORED=len(lists) == 5, num_warps=8,
+            FACTORED=bool(means), num_warps=8,
         )  # fmt: skip
         rows = tuple(zip(first, counts, members))
         _finish_squares[(len(members),)](
@@ -570,15 +583,17 @@ def _apply(
 ) -> None:  # fmt: skip
     if not any(map(launches, params)):
         return
-    lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, row_vars, col_vars, means) if tensors]
+    lists = [[t.contiguous() for t in tensors] for tensors in (params, grads, row_vars, col_vars) if tensors]
+    every_mean, means_at = _in_one(means) if means else (squares, [0] * len(params))
     stream = 0
     for (tile, P, G, V, is_aligned, even), members in _by_launch(lists[:3]):
         shapes, counts, first = _tiling(tile, [params[i] for i in members])
-        rows = [(*shapes[k], first[k], *_pointers(lists, i), sizes[i], i) for k, i in _of(members)]
+        rows = [(*shapes[k], first[k], *_pointers(lists, i), means_at[i], sizes[i], i) for k, i in _of(members)]
         _apply_tile[(sum(counts),)](
-            owners(tuple(counts), squares.device), table(tuple(rows), squares.device), squares.contiguous(),
+            owners(tuple(counts), squares.device), table(tuple(rows), squares.device), every_mean,
+            squares.contiguous(),
             _lowest(eps1, params[members[0]]), eps2, d, -rho if maximize else rho, decay, seed or 0, stream,
-            *tile, P=P, G=G, V=V, ALIGNED=is_aligned, EVEN=even, FACTORED=len(lists) == 5,
+            *tile, P=P, G=G, V=V, ALIGNED=is_aligned, EVEN=even, FACTORED=bool(means),
             AT_RANDOM=seed is not None and P is tl.bfloat16, num_warps=8,
         )  # fmt: skip
         stream += sum(counts)
@@ -593,8 +608,22 @@ def _of(members: list[int]) -> list[tuple[int, int]]:
 
 
 def _pointers(lists: list[list[Tensor]], index: int) -> list[int]:
-    """P, G, r or V, c, means; zeros for what a vector lacks."""
-    return [tensors[index].data_ptr() for tensors in lists] + [0] * (5 - len(lists))
+    """P, G, r or V, c; zeros for what a vector lacks."""
+    return [tensors[index].data_ptr() for tensors in lists] + [0] * (4 - len(lists))
+
+
+def _in_one(tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """Sums of a step as (memory that all lie in, where each begins), copied where they lie apart.
+
+    A table that held pointers to them would be another each step, and be made on the host and sent; nor could a step
+    be captured as a graph.
+    """
+    one = tensors[0].untyped_storage()._cdata
+    if not all(t.untyped_storage()._cdata == one and t.is_contiguous() for t in tensors):
+        return torch.cat([t.reshape(-1) for t in tensors]), starts([t.numel() for t in tensors])
+    first = min(t.storage_offset() for t in tensors)
+    length = max(t.storage_offset() + t.numel() for t in tensors) - first
+    return tensors[0].as_strided((length,), (1,), first), [t.storage_offset() - first for t in tensors]
 
 
 def _by_launch(lists: list[list[Tensor]]) -> list[tuple[tuple, list[int]]]:

@@ -1,13 +1,15 @@
 """The kernels that a GPU has shown right and not slower than torch's operators: taken there without being asked.
 
-The protocol of docs/gpu.md measures each family on a card and leaves a table, shown/CHIP.json, which is committed:
+The protocol of docs/gpu.md measures each family on a card, and `python -m benchmarks.gpu shown` makes a table of its
+results, shown/CHIP.json, which is committed:
 
-    {"device": "NVIDIA H100 80GB HBM3", "families": {"layer_norm": {"right": true, "speedup": 1.31}, …}}
+    {"device": "NVIDIA H200", "results": ["gpu_a-h200.json", …],
+     "families": {"layer_norm": {"right": true, "speedup": 1.31}, …}}
 
     right     results and gradients are within the SPEC's tolerance of the fp64 reference, in all formats
-    speedup   torch's time over ours, the least of the timed cases
+    speedup   torch's best time over ours, the least of the timed cases and passes
 
-A chip without a table takes no such kernel unless it is asked to. There is none yet: no GPU has timed them all.
+A chip without a table takes no such kernel unless it is asked to.
 """
 
 import json

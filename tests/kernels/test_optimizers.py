@@ -13,6 +13,7 @@ from core.kernels.adamw8bit import adamw_8bit
 from core.kernels.adamw8bit import reference as adamw_8bit_reference
 from core.kernels.blockwise import BLOCK, code_tables, quantize
 from core.kernels.operator import forced
+from core.kernels.tensor_lists import table
 from tests.support.device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -309,3 +310,16 @@ def test_shapes_that_are_not_those_of_adamw_in_8_bits(wrong: int) -> None:
     given[wrong] = given[wrong][:, 1:]
     with pytest.raises(ValueError, match="adamw_8bit: shapes"):
         adamw_8bit(*([t] for t in given), step=1)
+
+
+def test_a_step_of_adafactor_sends_no_table_that_a_step_before_it_sent() -> None:
+    """What a step makes for itself lies elsewhere each time; a table that named it would be sent anew."""
+    p, g = (torch.randn(40, 24, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(2))
+    row_var, col_var = p.new_zeros(40, 1), p.new_zeros(1, 24)
+    taken, sent = [], []
+    with forced():
+        for step in range(1, 4):
+            taken += [torch.empty(n, device=DEVICE) for n in (1, 2, 24, 40, 64, 64, 128) for _ in range(20)]
+            adafactor([p], [g], [row_var], [col_var], [None], step=step)
+            sent.append(table.cache_info().misses)
+    assert len(set(sent)) == 1

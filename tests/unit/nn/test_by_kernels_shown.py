@@ -49,12 +49,6 @@ def test_what_is_no_table_is_named(gpu: Path) -> None:
         shown(gpu)
 
 
-def test_no_card_has_shown_any_yet(gpu: Path) -> None:
-    """When one has, its table lies here, and this says so."""
-    assert not list(shown_right.FOLDER.glob("*.json"))
-    assert PretrainConfig().kernels is False
-
-
 def test_the_default_of_training_follows_the_table(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("apps.llm.config.all_shown", lambda families: all_shown(families, gpu))
     write(gpu, **dict.fromkeys(DECODER, (True, 1.1)))
