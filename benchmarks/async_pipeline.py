@@ -4,7 +4,8 @@
    of 8 blocks of width 128, three seeds; pipedream at 2, 4 and 8 stages and 2bw; AdamW with every correction, Muon and
    SOAP as they are. The gap is to the same optimizer, at the same seed, without a delay, with its 95 % interval.
 2. On two ranks of this machine: a training step of two microbatches by gpipe, 1f1b, zbv and the schedules that run
-   ahead, turn by turn in the same processes; and the share of the time in which ranks compute.
+   ahead, turn by turn in the same processes; and the share of the time in which ranks compute. On three ranks the same
+   of six microbatches, by 1f1b and 2bw on three stages, and by 2bw and pipedream on two, the first of two replicas.
 3. On a clock, four stages: the same with links that take their time, a share of a microbatch's forward on a stage.
 
 It is resumed: runs that an interrupted one has finished are kept, where the code is the same.
@@ -179,23 +180,28 @@ class Steps:
 
 TIMED: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zbv", "2bw", "pipedream", "pipedream_sync")
 
+Form = tuple[ScheduleName, tuple[int, ...]]
+"""A schedule, and the ranks of each stage where one has several."""
+ON_TWO: tuple[Form, ...] = tuple((name, ()) for name in TIMED)
+ON_THREE: tuple[Form, ...] = (("1f1b", ()), ("2bw", ()), ("2bw", (2, 1)), ("pipedream", (2, 1)))
 
-def steps_of_rank(names: tuple[ScheduleName, ...], sizes: Steps) -> list[dict[str, tuple[float, float]]]:
-    """Of each round: schedule -> (seconds of a step, seconds of it in which this rank computes)."""
-    states = {name: _state(name, sizes) for name in names}
+
+def steps_of_rank(forms: tuple[Form, ...], sizes: Steps) -> list[dict[Form, tuple[float, float]]]:
+    """Of each round: form -> (seconds of a step, seconds of it in which this rank computes)."""
+    states = {form: _state(*form, sizes) for form in forms}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, sizes.model.vocab_size, (sizes.rows, sizes.length), generator=generator)
     found = []
     for index in range(sizes.rounds + 1):  # the first learns shapes
-        found.append({name: _turn(*states[name], {"input_ids": ids}, sizes.steps if index else 2) for name in names})
+        found.append({form: _turn(*states[form], {"input_ids": ids}, sizes.steps if index else 2) for form in forms})
     return found[1:]
 
 
-def _state(name: ScheduleName, sizes: Steps) -> tuple[TrainState, TrainConfig]:
+def _state(name: ScheduleName, replicas: tuple[int, ...], sizes: Steps) -> tuple[TrainState, TrainConfig]:
     pp, device = dist.get_world_size(), device_of_rank()
     config = TrainConfig(
         mesh=MeshConfig(pp=pp),
-        pipeline=PipelineConfig(name, microbatches=sizes.microbatches),
+        pipeline=PipelineConfig(name, microbatches=sizes.microbatches, replicas=replicas),
         optim=OptimConfig(lr=1e-4, schedule=ScheduleConfig("constant")),
         device=device.type,
     )
@@ -226,26 +232,34 @@ def _turn(state: TrainState, config: TrainConfig, batch: dict[str, Any], steps: 
     return (time.perf_counter() - begin) / steps, sum(busy) / steps
 
 
-def on_two_ranks(sizes: Steps) -> list[Row]:
-    names = TIMED  # each takes its turn in every round
+def times_on_ranks(quick: bool) -> Iterator[Row]:
+    """Of two ranks, then of three, each form in its turn in every round."""
+    small = Steps(dim=32, num_layers=4, length=32, steps=2, rounds=1) if quick else Steps()
+    yield from _timed(2, ON_TWO, small)
+    yield from _timed(3, ON_THREE, replace(small, num_layers=3 * small.num_layers // 4, rows=6, microbatches=6))
+
+
+def _timed(num_ranks: int, forms: tuple[Form, ...], sizes: Steps) -> Iterator[Row]:
     preload = ["core.models", "core.train", "benchmarks.async_pipeline"]
-    found: list[list[dict[str, tuple[float, float]]]] = on_ranks(2, steps_of_rank, names, sizes, preload=preload)
-    rounds = [{name: [one[name] for one in each] for name in names} for each in zip(*found, strict=True)]
-    rows = []
-    for name in names:
-        step_s = [max(seconds for seconds, _ in each[name]) for each in rounds]
-        shares = [sum(busy for _, busy in each[name]) / (2 * s) for each, s in zip(rounds, step_s, strict=True)]
-        faster = [max(s for s, _ in each["1f1b"]) / s for each, s in zip(rounds, step_s, strict=True)]
-        rows.append(_time_row(name, 2, sizes.microbatches, "ranks", 0.0, {
+    found: list[list[dict[Form, tuple[float, float]]]] = on_ranks(
+        num_ranks, steps_of_rank, forms, sizes, preload=preload
+    )
+    rounds = [{form: [one[form] for one in each] for form in forms} for each in zip(*found, strict=True)]
+    for form in forms:
+        name, replicas = form
+        step_s = [max(seconds for seconds, _ in each[form]) for each in rounds]
+        shares = [sum(busy for _, busy in each[form]) / (num_ranks * s) for each, s in zip(rounds, step_s, strict=True)]
+        faster = [max(s for s, _ in each["1f1b", ()]) / s for each, s in zip(rounds, step_s, strict=True)]
+        row = _time_row(name, len(replicas) or num_ranks, sizes.microbatches, "ranks", 0.0, {
             "utilisation": Number(median(shares), "of the time"),
             "step": Number(median(step_s), "s"),
             "1f1b / this": Number(median(faster), "x"),
-        }))  # fmt: skip
-    return rows
+        })  # fmt: skip
+        yield replace(row, case=row.case | {"replicas": " ".join(map(str, replicas or (1,) * num_ranks))})
 
 
-def _time_row(name: str, ranks: int, microbatches: int, source: str, link: float, numbers: dict[str, Number]) -> Row:
-    case = {"schedule": name, "stages": ranks, "microbatches": microbatches, "link": f"{link:g}", "from": source}
+def _time_row(name: str, stages: int, microbatches: int, source: str, link: float, numbers: dict[str, Number]) -> Row:
+    case = {"schedule": name, "stages": stages, "microbatches": microbatches, "link": f"{link:g}", "from": source}
     return Row(case, numbers)
 
 
@@ -284,11 +298,10 @@ def on_a_clock(quick: bool) -> Iterator[Row]:
 def measure(options: Options) -> Measured:
     quick = options.quick
     tiny = Sizes(dim=16, num_layers=2, ffn_dim=16, rows=2, length=16, steps=3, heldout_rows=4, train_bytes=1 << 14)
-    small = Steps(dim=32, num_layers=4, length=32, steps=2, rounds=1)
     rows = convergence(options, tiny if quick else Sizes())
     rows += gaps(rows, quick)
     kept = [row for row in options.earlier if row.case["from"] == "ranks"]
-    times = kept or on_two_ranks(small if quick else Steps())
+    times = kept or list(times_on_ranks(quick))
     for row in times if not kept else ():
         options.kept(row)
     times += on_a_clock(quick)
@@ -309,7 +322,8 @@ def targets(rows: list[Row]) -> Iterator[Target]:
     for source, ranks, microbatches, wanted in (("ranks", 2, 2, 1.3), ("clock", 4, 4, 1.6)):
         for row in rows:
             case = row.case
-            if (case["from"], case["schedule"]) == (source, "2bw") and case["microbatches"] == microbatches:
+            of = (case.get(key) for key in ("from", "schedule", "stages", "microbatches"))
+            if tuple(of) == (source, "2bw", ranks, microbatches):
                 what = f"2bw, {ranks} stages, {microbatches} microbatches, {source}, link {case['link']}: 1f1b / 2bw"
                 yield Target(what, wanted, row.numbers["1f1b / this"].value)
 
@@ -323,7 +337,8 @@ def notes() -> tuple[str, ...]:
         "Gradients of all stages are clipped by one norm; under pipedream a real pipeline does not have it in time.",
         "published: of models of 360M, Zmushko et al. 2026 (arXiv:2606.30634); AdamW's is said to be above it.",
         "ranks: a whole training step, clipping and update among it, of a run that is drained once in its "
-        f"{Steps().steps} steps; 1f1b / this: the median over rounds in which each had its turn.",
+        f"{Steps().steps} steps; 1f1b / this: the median over rounds in which each had its turn. replicas: the ranks "
+        "of each stage; where ranks share cores, others compute while one waits, and less is left to win.",
         f"clock: stages of equal cost, B = 2 F; schedules that run ahead for {CLOCK_STEPS} steps. link: how long a "
         "message takes, in forwards of a microbatch on a stage.",
     )

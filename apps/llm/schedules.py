@@ -94,8 +94,14 @@ def compared(config: PretrainConfig, model: ModelShape, run: RunShape, machine: 
     lines.append(penalty(config))
     if fresh and (best := min(fresh.values())) <= (1 + AS_GOOD) * times["2bw"]:
         name = min(fresh, key=lambda one: fresh[one])
-        lines.append(f"{name} is as good here, {best / times['2bw'] - 1:+.1%}, and learns from the newest weights")
+        lines.append(as_good(name, best / times["2bw"]))
     return lines
+
+
+def as_good(name: str, times: float) -> str:
+    """A line: what learns from the newest weights in so many times the time of a step by 2bw."""
+    takes = f"{abs(times - 1):.1%} {'less' if times < 1 else 'more'} time"
+    return f"{name} is as good here: a step takes {takes} than by 2bw, and learns from the newest weights"
 
 
 def penalty(config: PretrainConfig) -> str:

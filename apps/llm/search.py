@@ -19,7 +19,7 @@ from apps.llm.check import as_json, check_run, show_check
 from apps.llm.config import FINETUNE, PretrainConfig, check_combination
 from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES
-from apps.llm.schedules import AS_GOOD, penalty
+from apps.llm.schedules import AS_GOOD, as_good, penalty
 from core.auto.check import Line
 from core.auto.draw import draw_plans
 from core.auto.machines import Cluster, cluster_of, gpu_named
@@ -251,12 +251,13 @@ def old_weights(config: PretrainConfig, job: Job, found: Found, cluster: Cluster
         return ["no plan with 2bw takes less time or memory than those that learn from the newest weights"]
     first = late[0]
     lines = [penalty(config)]
-    clocks = [(plan.run.pipeline.schedule if plan.run.pp > 1 else "no pipeline", plan.step_s) for plan in fresh]
+    clocks = [
+        (plan.run.pipeline.schedule if plan.run.pp > 1 else "a plan without a pipeline", plan.step_s) for plan in fresh
+    ]
     clocks += _by_fresh_schedules(job, first.run, cluster)
     name, step_s = min(clocks, key=lambda one: one[1], default=("none", math.inf))
     if step_s <= (1 + AS_GOOD) * first.step_s:
-        more = step_s / first.step_s - 1
-        lines.append(f"{name} is as good here, {more:+.1%} of 2bw's step, and learns from the newest weights")
+        lines.append(as_good(name, step_s / first.step_s))
     return lines
 
 

@@ -13,8 +13,8 @@ Workers that train locally keep the weights that they began a round with and the
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
 Compressed gradients (`core.parallel.compress`) leave an error of their size, which stays.
-A schedule that runs ahead keeps several versions of the parameters, and gradients of two steps, and its correction a
-state of its own beside the optimizer's.
+A schedule that runs ahead keeps several versions of the parameters, and gradients of several steps, the most of both
+only while it updates (`ScheduleSpec.held`), and its correction a state of its own beside the optimizer's.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
 gradients only at the last, so until then they are whole on every rank, at ZeRO-2 and 3 too.
 
@@ -124,7 +124,7 @@ def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[lis
         blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
         sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
         stage = stages.own(rank)[0]
-        ahead = _goes_on(run, stages, rank), _versions(run, stage), _waiting_steps(run, stage)
+        ahead = _goes_on(run, stages, rank), _held(run, stage), _waiting_steps(run, stage)
         others = telling.setdefault((*blocks, sizes, rank in stages.last_ranks, *ahead), [])
         if not any(_keeps_as_much(in_flight[other], in_flight[rank]) for other in others):
             others.append(rank)
@@ -233,9 +233,12 @@ def _rank_memory(
     first_block = grads.first_block + block.input + block.everything + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
-    one_step = run.wide_bytes * _num_whole(parts)
-    earlier = _waiting_steps(run, stage) * one_step + _late_copies_bytes(model, run, stages, rank)
-    resident = state.resident + errors + bias + gathered + earlier + _on_their_way(run, block.input)
+    version, one_step = (size * _num_whole(parts) for size in (run.width_bytes, run.wide_bytes))
+    late_copies = _late_copies_bytes(model, run, stages, rank)
+    earlier = _waiting_steps(run, stage) * one_step + late_copies
+    others = state.resident - _versions(run, stage) * version + errors + bias + gathered + late_copies
+    others += _on_their_way(run, block.input)
+    resident = others + max(number * version + (steps - 1) * one_step for number, steps in _held(run, stage))
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
@@ -245,10 +248,10 @@ def _rank_memory(
     if errors:
         phases["compression"] = resident + grads.whole + exchanged
     if (added_up := _added_up_bytes(parts, run, stage)) > 0:
-        over = _waiting_steps(run, stage) - _waiting_at_a_meeting(run, stage)
-        phases["replicas"] = resident - over * one_step + grads.whole + added_up
+        waiting = _waiting_at_a_meeting(run, stage) * one_step
+        phases["replicas"] = others + _versions(run, stage) * version + waiting + grads.whole + added_up
     if (under_way := _steps_at_an_end(run)) > 1:
-        rest = state.resident - (_versions(run, stage) - 1) * run.width_bytes * _num_whole(parts)
+        rest = state.resident - (_versions(run, stage) - 1) * version
         phases["end"] = rest + (under_way - 1) * one_step + max(grads.own + kernel + _before_update(parts, run), sent)
     return MemoryEstimate(
         parameters_bytes=state.parameters,
@@ -299,6 +302,14 @@ def _goes_on(run: RunShape, stages: StageSplit, rank: int) -> bool:
 def _versions(run: RunShape, stage: int) -> int:
     """Versions of its parameters that a rank of a stage holds."""
     return SCHEDULES[run.pipeline.schedule].versions(stage, run.num_stages) if run.pp > 1 else 1
+
+
+def _held(run: RunShape, stage: int) -> tuple[tuple[int, int], ...]:
+    """Versions, and gradients of steps, that it has at once when activations are most."""
+    if run.pp == 1:
+        return ((1, 1),)
+    replicas = run.pipeline.replicas_of(run.pp)
+    return SCHEDULES[run.pipeline.schedule].held(replicas, stage, run.num_microbatches)
 
 
 def _waiting_steps(run: RunShape, stage: int) -> int:

@@ -1,14 +1,15 @@
 """The ranks of a pipeline of which a step is estimated, and the microbatches that stand for all of them.
 
 A rank runs its schedule's actions on its own stages, as in a run, alone: what other ranks send comes at once. The most
-bytes are alive while as many microbatches are in flight as ever will be, so the step is run with the fewest by which
-that is reached, and all but the first and the last of them take alike much time and send alike messages.
+bytes are alive while as many microbatches are in flight as ever will be, beside gradients if these come before, so the
+step is run with the fewest by which that is reached, and all but the first and the last of them take alike much time
+and send alike messages.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from core.parallel.pipeline.schedule import Action, PipelineConfig, most_in_flight, schedule
+from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, most_in_flight, schedule
 from core.placement.stages import StageSplit
 
 Sums = dict[Any, float]
@@ -29,17 +30,29 @@ def telling_ranks(split: StageSplit, config: PipelineConfig, num_microbatches: i
 
 
 def few_microbatches(split: StageSplit, config: PipelineConfig, rank: int, num_microbatches: int) -> int:
-    """The fewest, three or more, with which as many are in flight on a rank as with all."""
-    most = _in_flight(split, config, rank, num_microbatches)
-    numbers = range(min(3, num_microbatches), num_microbatches)
-    return next((n for n in numbers if _in_flight(split, config, rank, n) == most), num_microbatches)
+    """The fewest, three or more, with which as many are in flight on a rank as with all, also beside gradients."""
+
+    def fullest(number: int) -> list[Sequence[float]]:
+        return [_in_flight(split, config, rank, number, beside_gradients) for beside_gradients in (False, True)]
+
+    most, numbers = fullest(num_microbatches), range(min(3, num_microbatches), num_microbatches)
+    return next((number for number in numbers if fullest(number) == most), num_microbatches)
 
 
-def _in_flight(split: StageSplit, config: PipelineConfig, rank: int, num_microbatches: int) -> Sequence[float]:
-    """The peaks of a rank's forwards whose backward is to come: of all its stages together and of each."""
+def _in_flight(
+    split: StageSplit, config: PipelineConfig, rank: int, num_microbatches: int, beside_gradients: bool = False
+) -> Sequence[float]:
+    """The peaks of a rank's forwards whose backward is to come: of all its stages together and of each.
+
+    beside_gradients  only behind the first gradients of all its stages' weights
+    """
     actions = schedule(config.schedule, max(split.owners) + 1, num_microbatches, config.chunks).ranks[rank]
-    each = [lambda stage, own=own: float(stage == own) for own in split.own(rank)]
-    return [most_in_flight(actions, weight, weight) for weight in (lambda _: 1.0, *each)]
+    own, behind = split.own(rank), 0
+    if beside_gradients:
+        gives = [action.stage if action.kind in (Kind.BACKWARD, Kind.WEIGHTS) else None for action in actions]
+        behind = 1 + max(gives.index(stage) for stage in own)
+    each = [lambda stage, one=one: float(stage == one) for one in own]
+    return [most_in_flight(actions, weight, weight, behind=behind) for weight in (lambda _: 1.0, *each)]
 
 
 def added(sums: Sums, more: Sums, times: int = 1) -> Sums:

@@ -156,8 +156,11 @@ def estimate_step(
         )
     ahead = mesh.pp > 1 and spec.runs_ahead
     traced = replace(parallel, pipeline=_drained(parallel.pipeline)) if ahead else parallel
-    places = _Step(mesh, traced, speed, model_plan(plan), options, loss, num_microbatches).of_places(model)
-    found = [_overlapping(one, rank, mesh, parallel) if ahead else one for rank, one in places.items()]
+    step = _Step(mesh, traced, speed, model_plan(plan), options, loss, num_microbatches, overlaps=ahead)
+    places = step.of_places(model)
+    found = [
+        _overlapping(one, rank, mesh, parallel, num_microbatches) if ahead else one for rank, one in places.items()
+    ]
     fullest = max(found, key=lambda estimate: estimate.peak_bytes)
     return replace(fullest, compute_s=max(estimate.compute_s for estimate in found))
 
@@ -167,7 +170,9 @@ def _drained(pipeline: PipelineConfig) -> PipelineConfig:
     return replace(pipeline, schedule="1f1b", correction="none", correction_strength=None, replicas=())
 
 
-def _overlapping(one: StepEstimate, rank: int, mesh: MeshConfig, parallel: ParallelConfig) -> StepEstimate:
+def _overlapping(
+    one: StepEstimate, rank: int, mesh: MeshConfig, parallel: ParallelConfig, num_microbatches: int
+) -> StepEstimate:
     """A step among many, of what it takes alone: all the while with several versions, and gradients of more steps.
 
     Left out is the message of a few numbers by which stages tell each other the norm.
@@ -182,14 +187,18 @@ def _overlapping(one: StepEstimate, rank: int, mesh: MeshConfig, parallel: Paral
     versions = (spec.versions(rank, mesh.pp) - 1) * one.parameters_bytes
     gradients = (spec.gradients(rank, mesh.pp) - 1) * one.gradients_bytes
     state = len(correction.keys(delay)) * of_masters
-    more = versions + gradients + own + state
+    computing = max(
+        (number - 1) * one.parameters_bytes + (steps - 1) * one.gradients_bytes
+        for number, steps in spec.held((1,) * mesh.pp, rank, num_microbatches)
+    )
+    more = {phase: computing if phase in ("forward", "backward") else versions + gradients for phase in one.phases}
     return replace(
         one,
         parameters_bytes=one.parameters_bytes + versions,
         gradients_bytes=one.gradients_bytes + gradients,
         masters_bytes=one.masters_bytes + own,
         state_bytes=one.state_bytes + state,
-        phases={phase: num_bytes + more for phase, num_bytes in one.phases.items()},
+        phases={phase: num_bytes + more[phase] + own + state for phase, num_bytes in one.phases.items()},
     )
 
 
@@ -215,8 +224,9 @@ def estimate_places(
 class _Step:
     """The step of a run, to be traced on any rank and with any number of blocks.
 
-    form  of what pipeline stages hand on, once the first one has been traced
-    axes  sizes of those that messages are counted by
+    overlaps  with steps behind it, so that a rank always has forwards behind its first gradients
+    form      of what pipeline stages hand on, once the first one has been traced
+    axes      sizes of those that messages are counted by
     """
 
     sizes: MeshConfig
@@ -226,6 +236,7 @@ class _Step:
     options: OptimConfig
     loss: Callable[[nn.Module], Tensor]
     num_microbatches: int
+    overlaps: bool = False
     form: Form | None = None
     axes: dict[str, int] = field(default_factory=dict)
 
@@ -371,7 +382,8 @@ class _Step:
             account.end("forward" if action.kind is Kind.FORWARD else "backward")
             of_actions.note(action, account.sums())
 
-        few = few_microbatches(spread.stages.split, spread.config, spread.rank, self.num_microbatches)
+        enough = max(self.num_microbatches, self.sizes.pp + 1) if self.overlaps else self.num_microbatches
+        few = few_microbatches(spread.stages.split, spread.config, spread.rank, enough)
         spread.observe = note
         spread.run(range(few), lambda _: self.loss(spread.model))
         account.end("backward")

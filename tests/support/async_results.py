@@ -32,6 +32,8 @@ def made() -> dict[Path, str]:
     rows = read(RESULT).figures
     gaps = [row for row in rows if row.case["from"] == "gaps"]
     page = f"\n{_gaps(gaps)}\n\n{_times(list(rows))}\n\n"
+    if several := [row for row in rows if row.case.get("replicas") and row.case["microbatches"] == 6]:
+        page += _replicas(several) + "\n\n"
     if STUDY.exists():
         page += _judged([row for row in read(STUDY).figures if row.case["from"] == "gaps"]) + "\n\n"
     return {PAGE: page, CODE: _penalties(gaps)}
@@ -70,7 +72,11 @@ def _gap(row: Row | None) -> str:
 
 def _times(rows: list[Row]) -> str:
     """Of each schedule a step on two ranks, and on the clock of four stages with four microbatches."""
-    ranks = {row.case["schedule"]: row.numbers for row in rows if row.case["from"] == "ranks"}
+    ranks = {
+        row.case["schedule"]: row.numbers
+        for row in rows
+        if row.case["from"] == "ranks" and row.case["microbatches"] == 2
+    }
     clock = [row for row in rows if row.case["from"] == "clock" and row.case["microbatches"] == 4]
     links = list(dict.fromkeys(row.case["link"] for row in clock))
     of = {(row.case["schedule"], row.case["link"]): row.numbers for row in clock}
@@ -85,6 +91,15 @@ def _times(rows: list[Row]) -> str:
             cells = [f"{own['step'].value:.3f} s", f"{own['utilisation'].value:.0%}", f"{faster:.2f}"]
         cells += [f"{of[name, link]['1f1b / this'].value:.2f}" for link in links]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _replicas(rows: list[Row]) -> str:
+    """Of each form a step on three ranks."""
+    lines = ["| three ranks, 6 microbatches | ranks of each stage | a step | 1f1b / this |", "|---|---|---|---|"]
+    for row in rows:
+        step, faster = (row.numbers[name].value for name in ("step", "1f1b / this"))
+        lines.append(f"| {row.case['schedule']} | {row.case['replicas']} | {step:.3f} s | {faster:.2f} |")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Schedules that run ahead, without a process: steps are cuts of one long schedule, with the published versions."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -82,11 +82,16 @@ def test_steps_are_cuts_of_one_long_schedule(
 
 @dataclass
 class Counted:
-    """What a rank holds at most of the steps of a run, by its list of actions."""
+    """What a rank holds at most of the steps of a run, by its list of actions.
+
+    full  (versions, gradients of whole steps) behind forwards, when activations are most
+    """
 
     versions: int = 0
     gradients: int = 0
+    together: int = 0
     at_an_end: int = 0
+    full: set[tuple[int, int]] = field(default_factory=set)
 
 
 def counted(name: ScheduleName, replicas: tuple[int, ...], rank: int, number: int, steps: int) -> Counted:
@@ -114,6 +119,9 @@ def counted(name: ScheduleName, replicas: tuple[int, ...], rank: int, number: in
         versions = len({*under_way.values(), newest})
         if newest + spec.depth(stages) < steps:
             found.versions, found.gradients = max(found.versions, versions), max(found.gradients, len(waiting))
+            found.together = max(found.together, versions + len(waiting))
+            if action.kind is Kind.FORWARD:
+                found.full.add((versions, len(waiting)))
         found.at_an_end = max(found.at_an_end, versions + len(waiting))
         if action.kind is Kind.BACKWARD and place == own[-1]:
             assert of.ends_step(action)
@@ -137,6 +145,11 @@ def test_versions_activations_and_idle_slots(name: ScheduleName, ranks: int) -> 
             found = counted(name, (1,) * ranks, rank, number, steps)
             assert found.versions == spec.versions(rank, ranks)
             assert found.gradients == spec.gradients(rank, ranks)
+            held = spec.held((1,) * ranks, rank, number)
+            assert {versions + gradients for versions, gradients in held} == {found.together}
+            assert all(any(v <= versions and g <= gradients for versions, gradients in held) for v, g in found.full)
+            if name == "2bw":
+                assert found.full.issuperset(held)
             # What is added up and the version that it is made with: a microbatch's gradients come before that goes.
             assert found.at_an_end <= spec.versions(rank, ranks) + spec.gradients(rank, ranks) + 1
             assert most_in_flight(actions) == spec.in_flight(ranks, rank, number, 2)
@@ -159,6 +172,9 @@ def test_versions_and_activations_of_replicas(name: ScheduleName, replicas: tupl
         found = counted(name, replicas, rank, number, steps)
         assert found.versions <= spec.versions(stage, stages)
         assert found.gradients <= spec.gradients(stage, stages)
+        held = spec.held(replicas, stage, number)
+        assert all(found.together <= versions + gradients for versions, gradients in held)
+        assert all(any(v <= versions and g <= gradients for versions, gradients in held) for v, g in found.full)
         ahead = spec.ahead(replicas, stage, number)
         assert ahead % replicas[stage] == 0
         assert most_in_flight(actions) == ahead // replicas[stage] + 1

@@ -547,6 +547,8 @@ class ScheduleSpec:
     gradients        (stage, stages) -> gradients of whole steps that it holds: what is added up, and what waits for the
                      norm of all stages. Where nothing is to follow, the steps that are under way all wait, each in the
                      place of a version: together the two are as many as before
+    together         (stage, stages) -> versions and gradients that it holds at once while it computes, if not the most
+                     of both
     updates_at_once  each stage when it has a step's gradients, without the norm of all
     fewest           ranks of each stage -> microbatches that a step has at least
     microbatches     ranks -> those that it has unless it is said
@@ -563,6 +565,7 @@ class ScheduleSpec:
     ahead: Callable[[Sequence[int], int, int], int] = lambda replicas, stage, number: 0
     versions: Callable[[int, int], int] = lambda stage, stages: 1
     gradients: Callable[[int, int], int] = lambda stage, stages: 1
+    together: Callable[[int, int], int] | None = None
     updates_at_once: bool = False
     fewest: Callable[[Sequence[int]], int] = lambda replicas: 1
     microbatches: Callable[[int], int] = lambda ranks: MICROBATCHES_PER_STAGE * ranks
@@ -576,6 +579,20 @@ class ScheduleSpec:
     def depth(self, stages: int) -> int:
         """Steps after the one that runs of which something was computed or received when that one ends."""
         return (stages + self.ahead((1,) * stages, 0, stages)) // stages if self.runs_ahead else 0
+
+    def held(self, replicas: Sequence[int], stage: int, number: int) -> tuple[tuple[int, int], ...]:
+        """(versions, gradients of whole steps) of a stage's ranks, of which they have one when activations are most.
+
+        While they update they have the most of both. Gradients that wait beside none yet of the step that runs make
+        nothing fuller: a version comes in their place.
+        """
+        stages = len(replicas)
+        versions, gradients = self.versions(stage, stages), self.gradients(stage, stages)
+        together = versions + gradients if self.together is None else self.together(stage, stages)
+        ahead = self.ahead(replicas, 0, number) - self.ahead(replicas, stage, number)
+        backwards = -(-ahead // replicas[stage])  # while they wait
+        most = ((versions, together - versions), (together - gradients, gradients))
+        return most if backwards > 1 else most[:1]
 
     def end_of_step(self, replicas: Sequence[int], number: int) -> int:
         """The microbatch, counted from a step's first, before whose forward the step ends on every stage."""
@@ -628,6 +645,7 @@ SCHEDULES: dict[ScheduleName, ScheduleSpec] = {
         ahead=lambda replicas, stage, number: _as_many_as_behind(replicas, stage),
         versions=lambda stage, stages: 2,
         gradients=lambda stage, stages: 1 + (stage > 0),
+        together=lambda stage, stages: 3,  # a step's gradients wait until its update makes the second version
         fewest=lambda replicas: _as_many_as_behind(replicas, 0) + 2 * max(replicas) - 1,
         refuses=_VERSIONS,
     ),
@@ -752,20 +770,22 @@ def most_in_flight(
     weight: Callable[[int], float] = lambda stage: 1.0,
     pending: Callable[[int], float] = lambda stage: 0.0,
     kinds: Collection[Kind] = tuple(Kind),
+    behind: int = 0,
 ) -> float:
     """The peak of forwards whose backward is to come.
 
     weight   of the activations of a microbatch on a stage
     pending  of what I adds to them until W
     kinds    of actions behind which it is looked for
+    behind   so many actions at the beginning it is not looked for
     """
     held = most = 0.0
-    for action in actions:
+    for index, action in enumerate(actions):
         if action.kind is Kind.FORWARD:
             held += weight(action.stage)
         elif action.kind is Kind.INPUT:
             held += pending(action.stage)
-        if action.kind in kinds:
+        if index >= behind and action.kind in kinds:
             most = max(most, held)
         if action.releases:
             held -= weight(action.stage) + pending(action.stage) * (action.kind is Kind.WEIGHTS)
