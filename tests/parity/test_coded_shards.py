@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.checkpoint import CheckpointConfig
 from core.comm.block_code import RoundedCode
 from core.comm.volume import count_volume
 from core.compose import ParallelConfig, parallelize
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
+from core.metrics import read_metrics
+from core.models.decoder import DecoderConfig
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.compress import CommConfig
+from tests.parity.test_resume import stopped_and_straight
+from tests.parity.test_train import GPT2, LLAMA, TOLERANCE
+from tests.support.small import config_of, train
+from tests.support.training import Case, largest_difference, run
 
 STEPS = 4
 
@@ -162,7 +170,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("node", [1, 2])
+@pytest.mark.parametrize("node", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_second_copy_is_zero_3_to_the_bit(ranks, node: int) -> None:
     """It is never that of weights of before, of an evaluation's or of a step's."""
     copied = CommConfig(secondary=True, node=node)
@@ -180,3 +188,48 @@ def test_ranks_are_a_simulation(ranks, name: str) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
     for key, value in expected["masters"].items():
         torch.testing.assert_close(found["masters"][key], value.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "model"),
+    [
+        (4, MeshConfig(tp=2), LLAMA),
+        pytest.param(4, MeshConfig(pp=2), GPT2, marks=pytest.mark.soak),
+        pytest.param(4, MeshConfig(dp_replicate=2), GPT2, marks=pytest.mark.soak),
+    ],
+)
+def test_a_second_copy_beside_other_forms(ranks, size: int, mesh: MeshConfig, model: DecoderConfig) -> None:
+    case = Case(model, mesh=mesh, parallel=ParallelConfig(3, "fp64", comm=CommConfig(secondary=True)), microbatch=2)
+    alone = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None)
+    found, where = largest_difference(ranks(size).run(run, case), ranks(1).run(run, alone)[0], case.steps)
+    assert found <= TOLERANCE, f"{where} differs by {found:.3g}"
+
+
+CODED_CONFIG = {"comm": replace(ALL, report_every=2), "zero": 3}
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(2, {"precision": "bf16"}), pytest.param(4, {"mesh": MeshConfig(pp=2)}, marks=pytest.mark.soak)],
+)
+def test_resumed_to_the_bit(ranks, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    config = config_of(tmp_path, steps=6, checkpoint=CheckpointConfig(every=3), **CODED_CONFIG | options)
+    (found, rows), (expected, expected_rows) = stopped_and_straight(ranks, size, tmp_path, config, dropout=0.3)
+    assert rows == expected_rows
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_figures_of_what_is_lost(ranks, tmp_path: Path) -> None:
+    """Of int8 a hundredth, of int4 more; and they are there in the steps that are reported."""
+    config = config_of(tmp_path, steps=4, **CODED_CONFIG)
+    ranks(2).run(train, config)
+    told = [
+        {k: v for k, v in row.items() if "weights" in k or "gradients" in k}
+        for row in read_metrics(tmp_path / "metrics.jsonl")
+    ]
+    assert [len(figures) for figures in told] == [0, 3, 0, 3]
+    for figures in told[1::2]:
+        assert 0 < figures["weights_error"] < 0.01
+        assert 0.01 < figures["gradients_error"] < 0.2
+        assert 0.98 < figures["gradients_cosine"] < 1

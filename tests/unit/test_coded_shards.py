@@ -95,7 +95,7 @@ CODED = "--comm.weights int8 --comm.gradients int4"
             pytest.param(words, marks=pytest.mark.soak)
             for words in (
                 f"--zero 1 --nproc 3 --microbatch 4 {CODED}",
-                f"--zero 3 --nproc 4096 --comm.node 8 --comm.secondary {CODED}",
+                f"--zero 3 --nproc 4096 --data.global-batch 4096 --comm.node 8 --comm.secondary {CODED}",
                 f"--zero 3 --nproc 4 --mesh.tp 2 {CODED}",
                 f"--zero 3 --nproc 2 --comm.secondary {CODED}",
                 f"--zero 2 --nproc 4 --mesh.dp-replicate 2 --comm.node 2 {CODED}",
