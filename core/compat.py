@@ -122,6 +122,15 @@ def symmetric_memory() -> Any:
     return _symmetric_memory
 
 
+def gathered_together(unit: nn.Module) -> list[nn.Parameter]:
+    """The sharded parameters that FSDP2 gathers in one message with a module, in the message's order."""
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(unit)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [one.sharded_param for group in groups if group is not None for one in group.fsdp_params]
+
+
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh is a part of; itself, where it is of none."""
     return mesh._get_root_mesh()

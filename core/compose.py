@@ -37,6 +37,7 @@ from core.mesh import (
     worker_mesh,
 )
 from core.parallel.asynchronous import asynchronous_replicas
+from core.parallel.coded_shards import check_shards
 from core.parallel.compress import CommConfig
 from core.parallel.data import DataParallel, agree_on_values, data_parallel
 from core.parallel.draws import Draws
@@ -88,18 +89,21 @@ class ParallelConfig:
             self._check_segmented()
         if self.local.asynchronous is not None:
             self._check_local()
-        if self.comm.compress is not None:
+        if self.comm.compress is not None or self.comm.codes_shards:
             self._check_comm()
         if self.rounds is not None:
             self._check_rounds(self.rounds)
 
     def _check_comm(self) -> None:
-        """Raises UserError for forms of data parallelism whose reductions no compression takes the place of."""
+        """Raises UserError for forms of data parallelism whose messages are not those that the options change."""
+        comm = self.comm
+        check_shards(comm, self.zero)
+        every = comm.compress is not None or comm.gradients is not None
         for there, given, why, instead in (
             (
                 self.gemini.budget is not None,
                 f"gemini.budget={self.gemini.budget}",
-                "gradients are moved and reduced chunk by chunk",
+                "parameters and gradients are moved and sent chunk by chunk",
                 "no budget",
             ),
             (
@@ -114,12 +118,10 @@ class ParallelConfig:
                 "workers average the way they have come, which --local.bits and --local.keep compress",
                 "no --local.every",
             ),
-            (self.reduce_each, "reduce_each", "a step's gradient is compressed once", "no --reduce-each"),
+            (self.reduce_each and every, "reduce_each", "a step's gradient is compressed once", "no --reduce-each"),
         ):
             if there:
-                raise UserError(
-                    f"comm.compress={self.comm.compress} with {given}: {why}; use {instead}, or no --comm.compress"
-                )
+                raise UserError(f"{comm.given} with {given}: {why}; use {instead}, or no --{comm.given.split('=')[0]}")
 
     @property
     def rounds(self) -> LocalTrainingConfig | None:

@@ -11,6 +11,13 @@ As x and q have the same signs, |x - s q| < |x| for any block that is not zero, 
 (Karimireddy et al. 2019, arXiv:1901.09847, assumption A); a block of zeros stays one.
 
 With `keep` so many of the largest numbers of a block are coded, each with its place, in 16 bits; others become zero.
+
+`RoundedCode` has a level at zero instead, so that what is zero stays zero, and needs no error feedback:
+
+    s   max |x| / (2^(b-1) - 1), in bfloat16
+    q   x / s, rounded to the nearest of -(2^(b-1) - 1), ..., 2^(b-1) - 1
+
+A block with a number that is not finite decodes to numbers that are not.
 """
 
 from dataclasses import dataclass
@@ -70,33 +77,68 @@ class BlockCode:
         level_NK = code_NK - (half - 0.5)
         scale_N1 = (x_NK * level_NK).sum(1, keepdim=True) / level_NK.square().sum(1, keepdim=True)
         scale = scale_N1.to(torch.bfloat16).view(torch.uint8)
-        return torch.cat([scale, *places, self._packed(code_NK.to(torch.uint8))], 1)
+        return torch.cat([scale, *places, _packed(code_NK.to(torch.uint8), self.bits)], 1)
 
     @torch.no_grad()
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8[N, num_bytes] -> blocks [N, block]."""
         places = 0 if self.keep is None else _PLACE_BYTES * self.keep
         scale, place, packed = coded.split([_SCALE_BYTES, places, self.num_bytes - _SCALE_BYTES - places], 1)
-        level_NK = self._unpacked(packed).to(dtype) - (2 ** (self.bits - 1) - 0.5)
+        codes = _unpacked(packed, self.bits)[:, : self.num_coded]
+        level_NK = codes.to(dtype) - (2 ** (self.bits - 1) - 0.5)
         x_NK = level_NK * _apart(scale).view(torch.bfloat16).to(dtype)
         if self.keep is None:
             return x_NK
         at = _apart(place).view(torch.int16).long()
         return x_NK.new_zeros(len(coded), self.block).scatter_(1, at, x_NK)
 
-    def _packed(self, code_NK: Tensor) -> Tensor:
-        """Several codes a byte, the first in its lowest bits."""
-        per = 8 // self.bits
-        padded = torch.nn.functional.pad(code_NK, (0, -code_NK.shape[1] % per)).unflatten(1, (-1, per))
-        packed = padded[..., 0].clone()
-        for place in range(1, per):
-            packed |= padded[..., place] << (self.bits * place)
-        return packed
 
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        mask, per = 2**self.bits - 1, 8 // self.bits
-        codes = torch.stack([(packed >> (self.bits * place)) & mask for place in range(per)], -1)
-        return codes.flatten(1)[:, : self.num_coded]
+@dataclass(frozen=True)
+class RoundedCode:
+    """bits  of a number: 8 or 4
+    block  numbers of a block, even
+    """
+
+    bits: int
+    block: int = 256
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block."""
+        return _SCALE_BYTES + self.block * self.bits // 8
+
+    @torch.no_grad()
+    def encode(self, x_NB: Tensor) -> Tensor:
+        """Blocks [N, block] in fp32 or fp64, whose memory is taken over -> uint8[N, num_bytes]."""
+        most = 2 ** (self.bits - 1) - 1
+        least_N1, largest_N1 = x_NB.aminmax(dim=1, keepdim=True)
+        scale_N1 = (torch.maximum(largest_N1, -least_N1) / most).to(torch.bfloat16)
+        step_N1 = torch.where(scale_N1 == 0, 1, scale_N1.to(x_NB.dtype))
+        code_NB = x_NB.div_(step_N1).round_().clamp_(-most, most).nan_to_num_(0.0).add_(most + 1)
+        return torch.cat([scale_N1.view(torch.uint8), _packed(code_NB.to(torch.uint8), self.bits)], 1)
+
+    @torch.no_grad()
+    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
+        """uint8[N, num_bytes] -> blocks [N, block]."""
+        scale, packed = coded.split([_SCALE_BYTES, self.num_bytes - _SCALE_BYTES], 1)
+        level_NB = _unpacked(packed, self.bits).to(dtype).sub_(2 ** (self.bits - 1))
+        return level_NB.mul_(_apart(scale).view(torch.bfloat16).to(dtype))
+
+
+def _packed(code_NK: Tensor, bits: int) -> Tensor:
+    """Several codes a byte, the first in its lowest bits."""
+    per = 8 // bits
+    padded = torch.nn.functional.pad(code_NK, (0, -code_NK.shape[1] % per)).unflatten(1, (-1, per))
+    packed = padded[..., 0].clone()
+    for place in range(1, per):
+        packed |= padded[..., place] << (bits * place)
+    return packed
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The codes, and what filled the last byte."""
+    mask, per = 2**bits - 1, 8 // bits
+    return torch.stack([(packed >> (bits * place)) & mask for place in range(per)], -1).flatten(1)
 
 
 def _apart(part: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ Workers that train locally keep the weights that they began a round with and the
 
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
-Compressed gradients (`core.parallel.compress`) leave an error of their size, which stays.
+Compressed gradients (`core.parallel.compress`) leave an error of their size, which stays; the second copy of weights
+within a node (`core.parallel.coded_shards`) stays, too, an nth of the model on each of its n ranks.
 A schedule that runs ahead keeps several versions of the parameters, and gradients of several steps, the most of both
 only while it updates (`ScheduleSpec.held`), and its correction a state of its own beside the optimizer's.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces
@@ -40,12 +41,15 @@ from typing import Any
 
 import torch
 
+from core.comm.coded_rows import AT_A_TIME
 from core.config import UserError, in_words
 from core.estimate.local import outer_bytes
 from core.estimate.pipeline import overlapping_schedule, run_schedule, stages_of
 from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
+from core.parallel.coded_shards import code_of
+from core.parallel.compress import FewBits
 from core.parallel.correction import CORRECTIONS, CorrectionSpec
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.messages import MOST_UNFINISHED
@@ -230,20 +234,22 @@ def _rank_memory(
         _kernel_scratch(parts, run),
         _sent_bytes(model, parts, run),
     )
+    coding = _coding_bytes(_largest_message(model, parts, run), run.comm.gradients, run.wide_bytes)
     first_block = grads.first_block + block.input + block.everything + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
     version, one_step = (size * _num_whole(parts) for size in (run.width_bytes, run.wide_bytes))
     late_copies = _late_copies_bytes(model, run, stages, rank)
     earlier = _waiting_steps(run, stage) * one_step + late_copies
-    others = state.resident - _versions(run, stage) * version + errors + bias + gathered + late_copies
+    copy = _second_copy_bytes(parts, run)
+    others = state.resident - _versions(run, stage) * version + errors + copy + bias + gathered + late_copies
     others += _on_their_way(run, block.input)
     resident = others + max(number * version + (steps - 1) * one_step for number, steps in _held(run, stage))
     phases = {
         "loss": resident + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
-        "gradients": resident + head.tied_gradient + max(first_block, embedding),
-        "update": state.resident + errors + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
+        "gradients": resident + head.tied_gradient + max(first_block, embedding) + coding,
+        "update": state.resident + errors + copy + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
     }
     if errors:
         phases["compression"] = resident + grads.whole + exchanged
@@ -259,7 +265,7 @@ def _rank_memory(
         optimizer_bytes=state.optimizer,
         activations_bytes=round(max(kept + head.activations, kept_back + recomputed + block.working)),
         buffers_bytes=round(
-            head.scratch + 2 * head.tied_gradient + bias + gathered + grads.message + max(kernel, sent)
+            head.scratch + 2 * head.tied_gradient + bias + gathered + copy + grads.message + max(kernel, sent)
         ),
         phases={name: round(num_bytes) for name, num_bytes in phases.items()},
         held={
@@ -396,8 +402,9 @@ def _state_bytes(parts: list[Part], run: RunShape, stage: int) -> _State:
     ahead = run.pp > 1 and SCHEDULES[run.pipeline.schedule].runs_ahead
     delay = SCHEDULES[run.pipeline.schedule].delay(stage, run.num_stages) if run.pp > 1 else 0
     correction = _corrected(run).make
-    if ahead and ((run.zero and run.shard_ranks > 1) or correction.leads(delay)):
-        master = wide  # of its own: a master that is a view of one version would hold all of it
+    is_cut = run.zero > 0 and run.shard_ranks > 1
+    if (ahead and (is_cut or correction.leads(delay))) or (is_cut and run.comm.weights is not None):
+        master = wide  # of its own: a view would hold all of one version, or be what its code decodes to
     state += len(correction.keys(delay)) * wide * updated
     return _State(
         parameters=versions * width * whole,
@@ -430,6 +437,8 @@ class _Gradients:
 
 def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on: bool) -> _Gradients:
     """goes_on: whether the rank runs forwards when it has gradients of earlier microbatches."""
+    if run.zero == 1 and run.shard_ranks > 1 and run.comm.gradients is not None:
+        run = replace(run, zero=2)  # what is decoded has memory of its own, and the message goes
     wide, sharded = run.wide_bytes, run.zero >= 2
     message, everything = wide * _largest_message(model, parts, run), wide * _num_whole(parts)
     own = wide * (_num_updated(parts) if sharded else _num_whole(parts))
@@ -502,6 +511,11 @@ def _gathered_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
     return run.width_bytes * (outside + 2 * max(units.values(), default=0))
 
 
+def _second_copy_bytes(parts: list[Part], run: RunShape) -> int:
+    """What a rank of a node keeps of all that has been gathered between nodes."""
+    return run.width_bytes * _num_whole(parts) // run.comm.node if run.comm.secondary else 0
+
+
 def _kernel_scratch(parts: list[Part], run: RunShape) -> int:
     """Bytes that the optimizer's kernel needs beside its state."""
     largest = max(max(part.updated) for part in parts)
@@ -513,8 +527,17 @@ def _sent_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
     """A bucket of updated parameters on its way to all: this rank's part and the whole."""
     if run.zero not in (1, 2) or run.shard_ranks == 1:
         return 0
-    whole = run.width_bytes * _largest_message(model, parts, run)
-    return whole + whole // run.shard_ranks
+    elements = _largest_message(model, parts, run)
+    whole = run.width_bytes * elements
+    return whole + whole // run.shard_ranks + _coding_bytes(elements, run.comm.weights, 4)
+
+
+def _coding_bytes(elements: int, bits: FewBits | None, wide: int) -> int:
+    """A message in few bits, twice where it is a sum that goes there and comes, and the numbers that are coded."""
+    if bits is None:
+        return 0
+    code = code_of(bits)
+    return 2 * elements * code.num_bytes // code.block + (wide + 2) * min(elements, AT_A_TIME)
 
 
 # --- activations and the head -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
                blocks that are computed again once more, but for what the last product of such a block sends, which no
                gradient needs
 2. gathered    at ZeRO-3 each unit's parameters before its forward and before its backward, those outside of the blocks
-               once for both (FSDP2)
+               once for both (FSDP2); 2 to 4 in few bits where that is asked for (`core.parallel.coded_shards`)
 3. reduced     a message of some parameters' gradients (`core.parallel.data`), all-reduced, or scattered and summed over
                copies; where they are compressed, the messages of that (`core.parallel.compress`); sums over axes where
                they are partial; then a mark of each, and the norm
@@ -26,6 +26,7 @@ from core.layout import largest_share
 from core.mesh import AnyMesh, MeshShape, axis_size, data_axes, gradient_axes, mesh_shape, shard_axes
 from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.models.plan import decoder_plan
+from core.parallel.coded_shards import gather_messages, sum_messages
 from core.parallel.compress import compressed_bytes, compressed_names
 from core.parallel.data import in_buckets
 from core.parallel.pipeline.messages import message_of
@@ -138,22 +139,19 @@ class _Rank:
     def _shares(self, names: list[str]) -> tuple[tuple[str, ...], int, int]:
         """(axes over which some parameters are sharded, their ranks, elements of a rank's padded rows)."""
         axes = shard_axes(self.mesh, self.table[names[0]].layout.axes())
-        ranks, total = self._ranks(axes), 0
-        for name in names:
-            row = self.table[name]
-            shape = row.layout.local_shape()
-            dim = row.master.cuts[-1][1] if not row.whole else 0
-            total += largest_share(shape[dim], ranks) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-        return axes, ranks, total
+        ranks = self._ranks(axes)
+        return axes, ranks, sum(self.table[name].row_elements(ranks) for name in names)
 
     def gathered(self) -> Iterator[_Message]:
         run = self.run
         if run.zero < 3:
             return
         for (block, _), names in self._units.items():
-            axes, ranks, total = self._shares(names)
+            axes, ranks, _ = self._shares(names)
             times = run.num_microbatches * (2 if block >= 0 else len(self.split.own(self.place)))
-            yield "all_gather", "+".join(axes), times * ranks * total * run.width_bytes
+            rows = [self.table[name] for name in names]
+            for operation, axis, num_bytes in gather_messages(run.comm, rows, ranks, run.width_bytes, times):
+                yield operation, axis or "+".join(axes), num_bytes
 
     # --- gradients and parameters -------------------------------------------------------------------------------------
 
@@ -179,7 +177,9 @@ class _Rank:
                 yield "all_reduce", "+".join(axes), wide * elements
                 continue
             shards, ranks, total = self._shares(names)
-            yield "reduce_scatter", "+".join(shards), times * wide * ranks * total
+            rows = [self.table[name] for name in names]
+            for operation, axis, num_bytes in sum_messages(run.comm, rows, ranks, wide):
+                yield operation, axis or "+".join(shards), times * num_bytes
             yield "all_reduce", "dp_replicate", times * wide * total
         beside = "+".join(name for name in self.mesh.mesh_dim_names if name != "pp")
         yield "all_reduce", beside, 2 * len(self.table)
@@ -192,8 +192,10 @@ class _Rank:
     def published(self) -> Iterator[_Message]:
         if self.run.zero in (1, 2):
             for names in self._buckets:
-                axes, ranks, total = self._shares(names)
-                yield "all_gather", "+".join(axes), ranks * total * self.run.width_bytes
+                axes, ranks, _ = self._shares(names)
+                rows = [self.table[name] for name in names]
+                for operation, _, num_bytes in gather_messages(self.run.comm, rows, ranks, self.run.width_bytes, 1):
+                    yield operation, "+".join(axes), num_bytes
 
     # --- stages -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@
 3. Meanwhile an account notes which storages are alive (`core.trace.account`), which messages are sent over which axis
    (`core.comm.volume`), and what each operator computes and touches. The step is cut where its phases end.
 
-Microbatches between the first and the last repeat the first, so two stand for any number. Routers send each expert as
+Microbatches between the first and the last repeat the first, so two stand for any number, and three where the first
+gathers what others read in a second copy. Routers send each expert as
 many rows as another (`core.trace.balanced`), as many as it has room for.
 
 Not seen: memory inside one operator, libraries' workspaces, the allocator's fragmentation. Operators are those of a
@@ -358,11 +359,12 @@ class _Step:
             kept = account.current_bytes - before
             return value
 
-        few = min(self.num_microbatches, 2)
+        # The first one may gather what others only read again.
+        few = min(self.num_microbatches, 3 if self.parallel.comm.secondary else 2)
         spread.run(range(few), forward)
         account.end("backward")
-        # Those between the first microbatch and the last do what the first one does.
-        one = added(begun[-1], begun[0], -1)
+        # Those between the first microbatch and the last do what the one before the last does.
+        one = added(begun[-1], begun[max(0, few - 2)], -1)
         return added(added({"activations": kept}, begun[0], -1), one, self.num_microbatches - few)
 
     def _run_stages(self, account: "StepAccount", spread: Pipeline) -> Sums:

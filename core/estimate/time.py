@@ -6,6 +6,7 @@ bound; a ring moves (n - 1) / n of the bytes for a reduce-scatter or an all-gath
 with stages of equal cost (`core.estimate.pipeline` simulates what they cost). Latencies are not counted.
 """
 
+import math
 from dataclasses import dataclass
 
 from core.comm.volume import wire_share
@@ -14,6 +15,8 @@ from core.estimate.shape import Compressed, ModelShape, RunShape
 from core.layout import even_shares
 from core.mesh import axis_size, mesh_shape
 from core.metrics import transformer_flops_per_token
+from core.parallel.coded_shards import code_of
+from core.parallel.compress import FewBits
 from core.parallel.pipeline.schedule import SCHEDULES, bubble_in_theory
 from core.parallel.recompute import SEGMENTED
 
@@ -80,23 +83,44 @@ def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     dense, experts = (model.num_parameters(experts=which) * _held(run) / run.tp for which in (False, True))
     if run.ep == 1:  # all travel alike
         dense, experts = dense + experts, 0.0
-    in_steps = _replicas_bytes(dense, run, 1, model.compressed(run))
-    in_steps += _replicas_bytes(experts / run.ep, run, run.ep, Compressed())
+    vectors = sum(math.prod(weight.shape) for weight in model.weights if len(weight.shape) < 2) / model.num_parameters()
+    in_steps = _replicas_bytes(dense, run, 1, model.compressed(run), vectors)
+    in_steps += _replicas_bytes(experts / run.ep, run, run.ep, Compressed(), vectors)
     return in_steps + (outer_message(model, run).a_step if run.local_every else 0.0)
 
 
-def _replicas_bytes(num_parameters: float, run: RunShape, ep: int, compressed: Compressed) -> float:
-    """The same of parameters that only one data-parallel rank in `ep` holds."""
-    reductions = run.num_microbatches if run.reduce_each else 1
-    gradients = reductions * run.wide_bytes * (num_parameters - compressed.whole)
-    parameters = run.width_bytes * num_parameters
+def _replicas_bytes(num_parameters: float, run: RunShape, ep: int, compressed: Compressed, vectors: float) -> float:
+    """The same of parameters that only one data-parallel rank in `ep` holds.  vectors: their share, which no code takes
+
+    Where nodes are said, messages within one take no time.
+    """
+    comm, reductions = run.comm, run.num_microbatches if run.reduce_each else 1
+    elements = reductions * (num_parameters - compressed.whole)
     if run.zero == 0:
+        gradients = run.wide_bytes * elements
         return wire_share("all_reduce", run.num_gradient_ranks // ep) * gradients + compressed.wire_bytes
     gathers, shards = 2 * run.num_microbatches if run.zero == 3 else 1, run.shard_ranks // ep
     copies = 1 if run.local_every else run.dp_replicate
-    between_replicas = wire_share("all_reduce", copies) * gradients / shards
-    sharded = wire_share("all_gather", shards) * (gradients + gathers * parameters)
-    return sharded + between_replicas + compressed.wire_bytes
+    between_replicas = wire_share("all_reduce", copies) * run.wide_bytes * elements / shards
+    crossing = 1 if comm.secondary else gathers
+    gathered = (
+        wire_share("all_gather", shards)
+        * crossing
+        * _coded_bytes(num_parameters, comm.weights, run.width_bytes, vectors)
+    )
+    nodes = shards // comm.node  # of one rank each, unless it is said
+    reduced = (
+        wire_share("all_gather", nodes) / comm.node * _coded_bytes(elements, comm.gradients, run.wide_bytes, vectors)
+    )
+    return gathered + reduced + between_replicas + compressed.wire_bytes
+
+
+def _coded_bytes(elements: float, bits: FewBits | None, width: int, vectors: float) -> float:
+    """Bytes of elements in a message of few bits, of which that share is of vectors."""
+    if bits is None:
+        return width * elements
+    code = code_of(bits)
+    return elements * (vectors * width + (1 - vectors) * code.num_bytes / code.block)
 
 
 def _held(run: RunShape) -> float:

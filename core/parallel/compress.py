@@ -23,6 +23,7 @@ from core.placement.messages import Sent
 from core.placement.table import Table
 
 CompressionName = Literal["powersgd", "top_k", "random_k"]
+FewBits = Literal["int8", "int4"]
 
 Message = tuple[str, str, int]
 """(operation, axis, bytes of the full message) of a step; the axis "" for the data-parallel ranks."""
@@ -43,6 +44,16 @@ class CommConfig:
     """steps whose gradients are sent whole before the first that is compressed"""
     report_every: int = 0
     """steps between figures of what compression loses, each of which sends gradients whole, twice; 0: none"""
+    weights: FewBits | None = None
+    """gather the sharded weights of matrices in so few bits, block by block (ZeRO++'s qwZ); masters stay exact"""
+    gradients: FewBits | None = None
+    """reduce and scatter the gradients of matrices in so few bits, all to all, coded once within a node and once
+    between nodes (ZeRO++'s qgZ)"""
+    node: int = 1
+    """neighbouring ranks, of those over which ZeRO shards, that share a node"""
+    secondary: bool = False
+    """keep a second copy of gathered weights, spread over a node's ranks: between two updates all gathers but the first
+    are within the node (ZeRO++'s hpZ)"""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -52,15 +63,43 @@ class CommConfig:
         for name in ("start", "report_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"comm.{name}={getattr(self, name)}; give a number of steps, or 0")
+        if self.node < 1:
+            raise UserError(f"comm.node={self.node}; give the number of a node's ranks, at least 1")
+        if self.compress is not None and self.gradients is not None:
+            raise UserError(
+                f"comm.compress={self.compress} with comm.gradients={self.gradients}: a gradient is sent in one way; "
+                "leave one out"
+            )
+
+    @property
+    def codes_shards(self) -> bool:
+        """Whether ZeRO's messages are others than they are by default."""
+        return self.weights is not None or self.gradients is not None or self.secondary
+
+    @property
+    def given(self) -> str:
+        """The first of the options that change messages, for a refusal."""
+        return next(
+            f"comm.{name}" if value is True else f"comm.{name}={value}"
+            for name in ("compress", "gradients", "weights", "secondary")
+            if (value := getattr(self, name))
+        )
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
+        found: dict[str, str] = {}
         if self.compress is None:
             why = "without comm.compress: gradients are sent whole; give --comm.compress powersgd"
-            return dict.fromkeys(("rank", "density", "start", "report_every"), why)
-        if self.compress == "powersgd":
-            return {"density": "with comm.compress=powersgd, whose size --comm.rank says; leave it out"}
-        return {"rank": f"with comm.compress={self.compress}, whose size --comm.density says; leave it out"}
+            found |= dict.fromkeys(("rank", "density", "start"), why)
+            if self.weights is None and self.gradients is None:
+                found["report_every"] = why
+        elif self.compress == "powersgd":
+            found |= {"density": "with comm.compress=powersgd, whose size --comm.rank says; leave it out"}
+        else:
+            found |= {"rank": f"with comm.compress={self.compress}, whose size --comm.density says; leave it out"}
+        if self.gradients is None and not self.secondary:
+            found["node"] = "without comm.gradients or comm.secondary; give --comm.gradients int4, or leave it out"
+        return found
 
     def check_mesh(self, pp: int, ep: int) -> None:
         """Raises UserError for ranks whose gradients are not those that a compression knows."""

@@ -59,6 +59,7 @@ from core.mesh import (
     stage_axis,
     sub_mesh,
 )
+from core.parallel.coded_shards import CodedShards, check_nodes
 from core.parallel.compress import UNCOMPRESSED, CommConfig, compression_of
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of, check_trained
@@ -251,8 +252,9 @@ def data_parallel(
     materialise  fills the model's parameters, each rank its shard, once the sharding stands and (for a model on the
                  meta device) the memory is there; all ranks must come to equal full parameters
     table        where its parameters lie, cut by its plan; None: no plan has cut them
-    comm         how gradients are compressed
+    comm         how gradients are compressed, and shards sent
     """
+    check_nodes(comm, mesh)
     table = placement(model, None, mesh, zero) if table is None else table
     if zero == 3:
         return FullyShardedReplicas(model, mesh, precision, materialise, reduce_each, table, comm)
@@ -282,6 +284,7 @@ class Replicas(DataParallel):
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._sync = True
         self._squares: weakref.ref[GradientSquares] | None = None
+        self.coded = CodedShards(comm, mesh, table) if comm.codes_shards else None
         allocate(model, self.mesh.device_type)
         materialise(model)
         self.masters = {}
@@ -293,6 +296,13 @@ class Replicas(DataParallel):
         self._buckets = self._due = self._make_buckets()
         self._next = 0
         self._listen(self.parameters)
+        if self._codes_weights:
+            self.publish()
+
+    @property
+    def _codes_weights(self) -> bool:
+        """Whether parameters have other values than masters, and so memory of their own."""
+        return self.coded is not None and self.coded.weights is not None and shard_axis(self.mesh).size() > 1
 
     def _listen(self, names: Collection[str]) -> None:
         for bucket in self._buckets:
@@ -333,7 +343,7 @@ class Replicas(DataParallel):
         if self.is_sharded(names[0]):
             master = own_rows(master, self.shard_axis(names[0]), self.shard_dim(names[0]))
             # Under another format it has memory of its own, so that the whole value can go.
-            own_memory = dtype != self.reduce_dtype
+            own_memory = dtype != self.reduce_dtype or self._codes_weights
             master = master.clone(memory_format=torch.contiguous_format) if own_memory else master.contiguous()
         self.masters[names[0]] = tag(master, layout).requires_grad_()
 
@@ -472,6 +482,7 @@ class _Bucket:
         self.offsets = dict(zip(names, accumulate([0, *self.lengths.values()])))
         self.total = sum(self.lengths.values())
         self.waiting_for = set(names)
+        self._message = torch.empty if owner.coded is None else torch.zeros  # the padding is in some block
         self.clear()
 
     @property
@@ -499,7 +510,7 @@ class _Bucket:
 
     def _buffer(self) -> Tensor:
         if self.whole is None:
-            self.whole = torch.empty(self.ranks, self.total, dtype=self.owner.reduce_dtype, device=self.device)
+            self.whole = self._message(self.ranks, self.total, dtype=self.owner.reduce_dtype, device=self.device)
         return self.whole
 
     def add(self, name: str, grad: Tensor) -> None:
@@ -527,6 +538,9 @@ class _Bucket:
             self.work = dist.all_reduce(whole, group=self.gradient_axis.get_group(), async_op=True)
             return
         # In place, this rank's row of the message becomes its sum; under ZeRO-2 it moves out, so that the rest can go.
+        if self.owner.coded is not None and self.owner.coded.gradients is not None and self.ranks > 1:
+            self.own, self.whole = self.owner.coded.sum(whole, self.names, self.axis), None
+            return
         self.own = whole[self.axis.get_local_rank()]
         if self.owner.zero == 2 and self.ranks > 1:
             self.own = torch.empty_like(self.own)
@@ -567,12 +581,15 @@ class _Bucket:
             return
         assert self.axis is not None
         dtype = parameters[names[0]].dtype
-        own = torch.empty(self.total, dtype=dtype, device=self.device)
+        own = self._message(self.total, dtype=dtype, device=self.device)
         for name in self.names:
             master = self.owner.masters[name]
             own.narrow(0, self.offsets[name], master.numel()).copy_(master.view(-1))
         whole = torch.empty(self.ranks, self.total, dtype=dtype, device=self.device)
-        dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
+        if self.owner.coded is None:
+            dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
+        else:
+            self.owner.coded.gather(whole, own, self.names, self.axis)
         for name, parameter in parameters.items():
             for slot, rows in paired_rows(self._slots(whole, name), parameter, self.dims[name]):
                 rows.copy_(slot)
@@ -635,6 +652,9 @@ class FullyShardedReplicas(DataParallel):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+        self.coded = CodedShards(comm, mesh, table) if comm.codes_shards else None
+        if self.coded is not None and shard_axis(mesh).size() > 1:
+            self.coded.take_units(model)
         if any(p.is_meta for p in model.parameters()):
             model.to_empty(device=mesh.device_type)
         for name, parameter in model.named_parameters():
@@ -713,6 +733,8 @@ class FullyShardedReplicas(DataParallel):
         """Let the next forward gather the masters, also where an earlier one (an evaluation's) left values gathered."""
         assert isinstance(self.model, FSDPModule)
         self.model.reshard()
+        if self.coded is not None:
+            self.coded.publish()
 
 
 def shares_parameters(model: nn.Module, block: nn.Module) -> bool:

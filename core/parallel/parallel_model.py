@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from core.config import UserError
 from core.layout import detached
 from core.mesh import device_of
+from core.parallel.coded_shards import CodedShards
 from core.parallel.correction import Correction
 from core.parallel.draws import Draws
 from core.parallel.feedback import Feedback
@@ -156,6 +157,7 @@ class ParallelModel(ABC):
     draws    knows which rows of which step a forward computes, so that dropout is that of one rank
     correction  of what is learned with old weights, under a pipeline that has them
     compression of the messages of its gradients
+    coded    how shards are sent, where it is not as they are
     mesh     of those ranks that take a step together
     local    what workers average, where each takes steps by itself
     """
@@ -167,6 +169,7 @@ class ParallelModel(ABC):
     draws: Draws = Draws()
     correction: Correction = Correction({})
     compression: Feedback | None = None
+    coded: CodedShards | None = None
     local: TrainsLocally | None = None
     all_workers: DeviceMesh | None = None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError
-from core.layout import Layout, is_dtensor, layout_of, local, tag
+from core.layout import Layout, is_dtensor, largest_share, layout_of, local, tag
 from core.mesh import (
     EXPERT_AXIS,
     AnyMesh,
@@ -114,6 +114,13 @@ class Placed:
     trained: bool = True
     is_local: bool = False
     whole: str = ""
+
+    def row_elements(self, ranks: int) -> int:
+        """Elements of one of so many ranks' rows, over which ZeRO shards, with those that fill a ragged one."""
+        if not (shape := self.layout.local_shape()):
+            return 1
+        dim = self.master.cuts[-1][1] if not self.whole else 0
+        return largest_share(shape[dim], ranks) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
 Table = dict[str, Placed]

@@ -95,7 +95,7 @@ class TrainConfig(ParallelConfig):
             self._check_noise_scale()
         if self.local.asynchronous is not None:
             self._check_asynchronous()
-        if self.comm.compress is not None:
+        if self.comm.compress is not None or self.comm.gradients is not None:
             self._check_compression()
         if self.rounds is not None:
             self._check_workers(self.rounds)
@@ -169,13 +169,13 @@ class TrainConfig(ParallelConfig):
     def _check_compression(self) -> None:
         """Raises UserError for meshes, optimizers and estimates that need the sum of the gradients itself."""
         self.comm.check_mesh(self.mesh.pp, self.mesh.ep)
-        given = f"comm.compress={self.comm.compress}"
+        given = self.comm.given
         if self.noise_scale:
             raise UserError(f"{given} with noise_scale: no rank has the gradient of the whole batch; leave one out")
         if self.optim.name == "hessian_free":
             raise UserError(
                 f"{given} with optim.name=hessian_free: it solves with products of which it needs the sums themselves; "
-                "use another --optim.name, or no --comm.compress"
+                f"use another --optim.name, or no --{given.split('=')[0]}"
             )
 
     def _check_workers(self, rounds: LocalTrainingConfig) -> None:

@@ -267,6 +267,8 @@ def train_step(
             return figures | {"tokens": num_tokens(batch) * axis.size()}
         if curvature is not None:
             curvature.look(microbatches, weights.tolist(), float(whole) or 1.0, loss, step, scale)
+        if parallel.coded is not None:
+            parallel.coded.begin_step(step)
         mean = parallel.run(microbatches, share_of_loss, scale)
         parallel.reduce()
         if parallel.local is not None:
@@ -312,6 +314,8 @@ def train_step(
         figures |= {"skipped_steps": state.loss_scale.skipped_steps, "loss_scale": state.loss_scale.factor}
     if parallel.compression is not None:
         figures |= parallel.compression.row()
+    if parallel.coded is not None:
+        figures |= parallel.coded.row()
     return figures | {"tokens": num_tokens(batch) * axis.size()}
 
 

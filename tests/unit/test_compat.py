@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from core import compat
@@ -73,6 +74,24 @@ def of_meshes() -> str:
 
 def test_meshes_and_groups(ranks) -> None:
     assert ranks(2).run(of_meshes) == ["fine"] * 2
+
+
+def of_units() -> list[list[str]]:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.zeros(3, 2))
+            self.inner = nn.Linear(2, 2)
+
+    mesh, unit = init_device_mesh("cpu", (2,)), Unit()
+    fully_shard(unit.inner, mesh=mesh)
+    fully_shard(unit, mesh=mesh)
+    names = {parameter: name for name, parameter in unit.named_parameters()}
+    return [[names[parameter] for parameter in compat.gathered_together(one)] for one in (unit, unit.inner)]
+
+
+def test_what_is_gathered_together(ranks) -> None:
+    assert ranks(2).run(of_units)[0] == [["own"], ["inner.weight", "inner.bias"]]
 
 
 def test_ranks_that_do_not_exist() -> None:

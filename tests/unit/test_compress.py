@@ -106,7 +106,7 @@ def test_rows_that_were_never_seen_stay_zero():
             {"zero": 2, "reduce_each": True},
             "powersgd with reduce_each: a step's gradient .*; use no --reduce-each, or no",
         ),
-        ({"gemini": GeminiConfig("1GiB")}, "with gemini.budget=1GiB: gradients are moved"),
+        ({"gemini": GeminiConfig("1GiB")}, "with gemini.budget=1GiB: parameters and gradients are moved"),
         ({"local": LocalTrainingConfig("parameter_server")}, "with local.async=parameter_server"),
         ({"mesh": MeshConfig(pp=2)}, "with mesh.pp=2: stages .* use --mesh.pp 1"),
         ({"mesh": MeshConfig(ep=2)}, "with mesh.ep=2: experts"),
