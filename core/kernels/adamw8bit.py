@@ -14,6 +14,7 @@ A scale is the largest magnitude of its block, and NaN where one of its elements
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +38,7 @@ from core.kernels.tensor_lists import (
     write_back,
 )
 
+_LOG2_10, _LOG10_2 = tl.constexpr(math.log2(10)), tl.constexpr(math.log10(2))
 _BLOCKS = 8
 """Blocks of a program."""
 _MOMENTS = ((True, 0), (False, 2))
@@ -111,14 +113,16 @@ def _unsupported(lists: list[list[Tensor]]) -> str | None:
 def _nearest_code(relative, middles, SIGNED: tl.constexpr):
     """The number of middles below each of `relative`, all in [-1, 1]; 255 for NaN."""
     size = tl.abs(relative)
-    # Decade e has magnitudes up to 10^(e - 6), and 2^e of them (twice as many without a sign) up to the next.
-    count, top, first = size * 0 + (1.0 if SIGNED else 2.0), size * 0 + 1e6, size * 0
-    for e in tl.static_range(6):
-        above = size > 10.0 ** (e - 6)
-        first += tl.where(above, count, 0.0)
-        count, top = tl.where(above, count * 2, count), tl.where(above, top * 0.1, top)
-    place = tl.minimum(tl.maximum((size * top - 0.1) * (count / 0.9), 0.0), count - 1)
-    place = (first + place).to(tl.int32)
+    # Decade e has magnitudes up to 10^(e - 6), and 2^e of them (twice as many without a sign) up to the next. The
+    # logarithm is the exponent and, for the fraction, the mantissa: at most 0.09 too small, which puts 6 % above a power
+    # of ten into the decade below, whose last code is the neighbour of theirs.
+    log2 = size.to(tl.int32, bitcast=True).to(tl.float32) * (1 / 8388608) - 127.0
+    decade = tl.minimum(tl.maximum(tl.ceil(log2 * _LOG10_2) + 6.0, 0.0), 6.0)
+    bits = (decade.to(tl.int32) + (127 if SIGNED else 128)) << 23
+    count = bits.to(tl.float32, bitcast=True)
+    top = tl.exp2((6.0 - decade) * _LOG2_10)
+    place = tl.minimum(tl.maximum((size * top - 0.1) * (count * (1 / 0.9)), 0.0), count - 1)
+    place = (count - (1.0 if SIGNED else 2.0) + place).to(tl.int32)
     if SIGNED:
         code = tl.where(relative < 0, 127 - place, 128 + place)
     else:
@@ -127,6 +131,20 @@ def _nearest_code(relative, middles, SIGNED: tl.constexpr):
     below = tl.load(middles + tl.maximum(code - 1, 0)) < relative
     code = tl.where(below | (code == 0), code, code - 1)
     return tl.where((tl.load(middles + code) < relative) | (relative != relative), code + 1, code)
+
+
+@triton.jit
+def _quotient(x, y):
+    """x / y, |x| <= y, rounded to nearest: one division a row, and three operations instead of some twenty an element.
+
+    The remainder corrects the product with the reciprocal (Markstein, "Computation of elementary functions on the IBM
+    RISC System/6000 processor", 1990). A y whose reciprocal is infinite is raised by 2^64 first, as x is.
+    """
+    raised = tl.where(y < 1e-30, 18446744073709551616.0, 1.0)
+    x, y = x * raised, y * raised
+    inverse = tl.div_rn(1.0 + y * 0.0, y)
+    q = x * inverse
+    return tl.where(y < float("inf"), tl.fma(tl.fma(-q, y, x), inverse, q), q)
 
 
 @triton.jit
@@ -140,7 +158,7 @@ def _moment(codes, scales, at, block, inside, whole, values):
 def _keep(x, codes, scales, at, block, inside, whole, middles, SIGNED: tl.constexpr):
     largest = tl.max(tl.abs(x), 1)
     largest = tl.where(tl.max((x != x).to(tl.int32), 1) > 0, float("nan"), largest)
-    relative = tl.div_rn(x, tl.where(largest > 0, largest, 1.0)[:, None])
+    relative = _quotient(x, tl.where(largest > 0, largest, 1.0)[:, None])
     code = _nearest_code(relative, middles, SIGNED)
     if not SIGNED:
         code = tl.where((code == 0) & (relative > 0), 1, code)
@@ -150,7 +168,7 @@ def _keep(x, codes, scales, at, block, inside, whole, middles, SIGNED: tl.conste
 
 @triton.jit
 def _adamw_8bit(
-    owners, table, signed_values, signed_middles, values, middles, factor, size, root, beta2, rest1, rest2, eps, decay,
+    owners, table, signed_values, signed_middles, values, middles, factor, size, inverse_root, beta2, rest1, rest2, eps, decay,
     P: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Columns: number of blocks, first program, row length, blocks of a row, p, g, m's codes and scales, v's."""
@@ -170,7 +188,7 @@ def _adamw_8bit(
     v = beta2 * v + rest2 * g * g
     p_at = pointer_at(owner + 4, P, ALIGNED) + at
     p = tl.load(p_at, mask=inside, other=0.0).to(tl.float32)
-    p = p * decay - size * m / (tl.sqrt(v) / root + eps)
+    p = p * decay - size * m / (tl.sqrt(v) * inverse_root + eps)
     tl.store(p_at, p.to(P), mask=inside)
     _keep(m, m_codes, m_scales, at, block, inside, whole, signed_middles, True)
     _keep(v, v_codes, v_scales, at, block, inside, whole, middles, False)
@@ -202,7 +220,7 @@ def _update(
         _adamw_8bit[(sum(counts),)](
             owners(tuple(counts), device), table(rows, device), *code_tables(True, device, torch.float32),
             *code_tables(False, device, torch.float32), -1.0 if maximize else 1.0, lr / (1 - beta1**step),
-            (1 - beta2**step) ** 0.5, beta2, 1 - beta1, 1 - beta2, eps, 1 - lr * weight_decay, P=P, G=G, BLOCK=BLOCK,
+            (1 - beta2**step) ** -0.5, beta2, 1 - beta1, 1 - beta2, eps, 1 - lr * weight_decay, P=P, G=G, BLOCK=BLOCK,
             BLOCKS=_BLOCKS, ALIGNED=is_aligned, num_warps=8,
         )  # fmt: skip
     for i, worked_on in taken.items():
