@@ -20,9 +20,10 @@ Ways, of which `core.kernels.ways` knows the fastest where it was measured:
              some rows of the weight once and multiplies without matrix units (decode: the time is that of reading W);
              in 16 bits by words, without converting integers (x of less than 2^64)
     tile     a program makes a tile by matrix units; in 16 bits with columns in whole groups W is the left side, which
-             stays in registers. For up to 64 rows the columns of the weight are dealt to several programs, whose sums
-             are added after, so that all of the chip reads W; to how many follows from the weight's sizes alone, so
-             that a row's result does not depend on how many there are
+             stays in registers, and for up to 32 rows its warps share the columns. Otherwise, for up to 64 rows, the
+             columns of the weight are dealt to several programs, whose sums are added after, so that all of the chip
+             reads W; to how many follows from the weight's sizes alone. Among 2 to 32 rows, and among 33 to 64, a
+             row's result does not depend on how many there are
     wide     for many rows: the weight is widened once, some rows at a time, and multiplied by torch's library
     library  int8_dynamic_matmul without outliers: torch's product of integers
 """
@@ -47,7 +48,8 @@ Way = Literal["tile", "wide", "library"]
 _SLAB = 1024
 """Rows of the weight that the reference widens at a time."""
 _MOST_ROWS_OF_DECODE = 2
-_MOST_ROWS_BY_WORDS = 1
+_MOST_ROWS_BY_WORDS = {8: 1, 4: 0}
+"""By bits. Triton 3.6 makes of 4 bits twice the instructions that 3.7 makes, and more than by matrix units."""
 _WORDS = (
     (8, 4096, 4), (4, 4096, 4), (16, 4096, 4), (8, 4096, 2), (4, 4096, 2), (8, 2048, 2), (4, 2048, 2), (8, 2048, 1),
     (4, 1024, 1), (8, 1024, 1), (8, 8192, 4), (8, 8192, 8),
@@ -56,6 +58,11 @@ _WORDS = (
 
 In the default a program reads whole rows of 4096 columns in one go, so that programs that load and programs that
 compute share a processor."""
+_MOST_ROWS_SPLIT = 32
+_PIECES = 4
+"""Of columns that warps of a program take side by side for so few rows, and so the order of a row's sums."""
+_SMALL = 8192
+"""Rows of a weight of which a program takes fewer."""
 _MOST_ROWS_IN_PARTS = 64
 _WIDE_FROM = 1024
 """Rows of x from which a weight is widened where nothing was measured: then that is a small part of the product."""
@@ -564,44 +571,45 @@ def _int4_words(
     BN: tl.constexpr, BC: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`_int4_rows` for x in 16 bits and whole groups: BC pieces of four words, of 32 numbers of one group, at a time.
+    """`_int4_rows` for x in 16 bits and whole groups: BC pieces of two words, of 16 numbers of one group, at a time.
 
-    A thread loads a piece of each row at once, and a scale for it. sum (q - zero) x = sum q x - zero sum x, so that
-    zeros cost little. WHOLE: BC divides a row's pieces; rows past the last are the last once more.
+    A thread loads a piece of each row at once, a scale for it, and the 16 bytes of x for each half.
+    sum (q - zero) x = sum q x - zero sum x, so that zeros cost little. WHOLE: BC divides a row's pieces; rows past the
+    last are the last once more.
     """
     m = tl.program_id(1) + tl.arange(0, 1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    PIECES: tl.constexpr = HALF // 16  # of a group
+    PIECES: tl.constexpr = HALF // 8  # of a group
     row = tl.minimum(n, N - 1).to(tl.int64)
-    words = w.to(tl.pointer_type(tl.int32)) + row[:, None, None] * (G * PIECES * 4)
+    words = w.to(tl.pointer_type(tl.int32)) + row[:, None, None] * (G * PIECES * 2)
     fours = (x + tl.program_id(1).to(tl.int64) * xm).to(tl.pointer_type(tl.int64))
     scale += row[:, None] * G
     zero += row[:, None] * G
-    t = tl.arange(0, 4)[None, :]
+    t = tl.arange(0, 2)[None, None, :]
     total = tl.zeros([BN, BC], tl.float32)
     for start in range(0, G * PIECES, BC):
         c = start + tl.arange(0, BC)
         g, there = c // PIECES, c < G * PIECES
-        at_x = (c + g * PIECES)[:, None] * 4 + t
+        at, at_x = c[None, :, None] * 2 + t, (c + g * PIECES)[None, :, None] * 2 + t
         if WHOLE:
-            word = tl.load(words + (c[:, None] * 4 + t)[None, :, :])
-            low, high = tl.load(fours + at_x), tl.load(fours + at_x + PIECES * 4)
+            word = tl.load(words + at)
+            low, high = tl.load(fours + at_x), tl.load(fours + at_x + PIECES * 2)
             factor = tl.load(scale + g[None, :]).to(tl.float32)
             middle = tl.load(zero + g[None, :]).to(tl.float32) if HAS_ZERO else 8.0
         else:
-            word = tl.load(words + (c[:, None] * 4 + t)[None, :, :], mask=there[None, :, None], other=0)
-            low = tl.load(fours + at_x, mask=there[:, None], other=0)
-            high = tl.load(fours + at_x + PIECES * 4, mask=there[:, None], other=0)
+            word = tl.load(words + at, mask=there[None, :, None], other=0)
+            low = tl.load(fours + at_x, mask=there[None, :, None], other=0)
+            high = tl.load(fours + at_x + PIECES * 2, mask=there[None, :, None], other=0)
             factor = tl.load(scale + g[None, :], mask=there[None, :], other=0.0).to(tl.float32)
             middle = tl.load(zero + g[None, :], mask=there[None, :], other=0).to(tl.float32) if HAS_ZERO else 8.0
-        sums = tl.zeros([BN, BC, 4], tl.float32)
-        plain = tl.zeros([BC, 4], tl.float32)
+        sums = tl.zeros([BN, BC, 2], tl.float32)
+        plain = tl.zeros([1, BC, 2], tl.float32)
         for b in tl.static_range(4):
             x_low, x_high = _sixteen(low, b, x.dtype.element_ty), _sixteen(high, b, x.dtype.element_ty)
-            sums += _byte(word, b, 0, 15) * _raised(x_low, b, 0)[None, :, :]
-            sums += _byte(word, b, 4, 15) * _raised(x_high, b, 4)[None, :, :]
+            sums += _byte(word, b, 0, 15) * _raised(x_low, b, 0)
+            sums += _byte(word, b, 4, 15) * _raised(x_high, b, 4)
             plain += x_low + x_high
-        total += (tl.sum(sums, 2) * _RAISED - middle * tl.sum(plain, 1)[None, :]) * factor
+        total += (tl.sum(sums, 2) * _RAISED - middle * tl.sum(plain, 2)) * factor
     _store(y, tl.sum(total, 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
@@ -726,6 +734,70 @@ def _int4_words_tile(
     _store(y, tl.trans(acc), bias, m, n, M, N, HAS_BIAS)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _int8_words_split(
+    x, w, scale, bias, y, M, N, K, xm, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr,
+    WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """`_int8_words_tile` for few rows: warps take BS pieces of BK columns side by side, and add what they found.
+
+    WHOLE: K comes in whole BS BK. Rows of x past the last are not read.
+    """
+    m, n = _tile(M, BM, BN)
+    s, k = tl.arange(0, BS)[:, None, None] * BK, tl.arange(0, BK)
+    x += m.to(tl.int64)[None, None, :] * xm + s + k[None, :, None]
+    w += tl.minimum(n, N - 1).to(tl.int64)[None, :, None] * K + s + k[None, None, :]
+    acc = tl.zeros([BS, BN, BM], tl.float32)
+    for start in range(0, K, BS * BK):
+        there = (m < M)[None, None, :]
+        if WHOLE:
+            codes = tl.load(w + start)
+        else:
+            there = there & (start + s < K)
+            codes = tl.load(w + start, mask=start + s < K, other=0)
+        values = tl.load(x + start, mask=there, other=0.0)
+        acc = tl.dot(_whole(codes, values.dtype, ASSEMBLY), values, acc)
+    total = tl.sum(acc, 0) * tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    _store(y, tl.trans(total), bias, m, n, M, N, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _int4_words_split(
+    x, w, scale, zero, bias, y, M, N, G, xm,
+    BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, HALF: tl.constexpr,
+    WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """`_int4_words_tile` for few rows: warps take BS groups side by side, and add what they found.
+
+    WHOLE: BS divides G. Rows of x past the last are not read.
+    """
+    m, n = _tile(M, BM, BN)
+    s, byte, row = tl.arange(0, BS), tl.arange(0, HALF), tl.minimum(n, N - 1).to(tl.int64)
+    x += m.to(tl.int64)[None, None, :] * xm + (s * (2 * HALF))[:, None, None] + byte[None, :, None]
+    w += row[None, :, None] * (G * HALF) + (s * HALF)[:, None, None] + byte[None, None, :]
+    scale += row[None, :] * G + s[:, None]
+    zero += row[None, :] * G + s[:, None]
+    acc = tl.zeros([BS, BN, BM], tl.float32)
+    for g in range(0, G, BS):
+        at = g * HALF
+        there, middle = (m < M)[None, None, :], tl.full([BS, BN], 8.0, tl.float32)
+        if WHOLE:
+            factor, pair = tl.load(scale + g), tl.load(w + at)
+            if HAS_ZERO:
+                middle = tl.load(zero + g).to(tl.float32)
+        else:
+            inside = (g + s < G)[:, None]
+            there = there & inside[:, :, None]
+            factor = tl.load(scale + g, mask=inside, other=0.0)
+            pair = tl.load(w + at, mask=inside[:, :, None], other=0)
+            if HAS_ZERO:
+                middle = tl.load(zero + g, mask=inside, other=0).to(tl.float32)
+        x_low, x_high = tl.load(x + 2 * at, mask=there, other=0.0), tl.load(x + 2 * at + HALF, mask=there, other=0.0)
+        low, high = _halves(pair, middle[:, :, None], x_low.dtype, ASSEMBLY)
+        acc += tl.dot(high, x_high, tl.dot(low, x_low)) * factor.to(tl.float32)[:, :, None]
+    _store(y, tl.trans(tl.sum(acc, 0)), bias, m, n, M, N, HAS_BIAS)
+
+
 @triton.jit
 def _is_apart(values, kind, threshold):
     """Which elements are outliers: those of a listed column (2), in other columns with some (1) the large ones."""
@@ -844,7 +916,7 @@ def _int8(
     sizes = (K, *x_MI.stride(), *weight_OI.stride())
     has_bias = {"HAS_BIAS": bias_O is not None}
     words = not along_k and _in_words(x_MI, weight_OI, 32)
-    if words and M <= _MOST_ROWS_BY_WORDS and how != "tile":
+    if words and _by_words(M, 8) and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
             grid, whole = (triton.cdiv(N, blocks["BN"]), M), K // 4 % blocks["BT"] == 0
@@ -861,6 +933,18 @@ def _int8(
     if (how or _how("int8_matmul", x_MI, N, along_k)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int8(weight_OI, scale, rows, along_k, x_MI.dtype))
 
+    if words and M <= _MOST_ROWS_SPLIT:
+
+        def run_words_split(blocks: Blocks) -> None:
+            _int8_words_split[_grid(M, N, blocks)](
+                x_MI, weight_OI, scale, bias, y_MO, M, N, K, x_MI.stride(0),
+                WHOLE=K % (blocks["BS"] * blocks["BK"]) == 0, ASSEMBLY=_assembles(), **has_bias, **blocks,
+            )  # fmt: skip
+
+        default, *others = (_split_blocks(M, *one) | {"BK": 64 if K % 64 == 0 else 32} for one in _splits(M, N))
+        key = _rows_of(M), N, K, x_MI.dtype
+        run_words_split(choose("int8_words_split", key, default, others, run_words_split))
+        return y_MO
     if words:
 
         def run_words_tile(blocks: Blocks) -> None:
@@ -940,13 +1024,13 @@ def _int4(
     has_zero = {"HAS_ZERO": zero_OG is not None}
     words, bias = _in_words(x_MI, packed, group), _contiguous(bias_O, x_MI)
     has = has_zero | {"HAS_BIAS": bias_O is not None}
-    if words and M <= _MOST_ROWS_BY_WORDS and how != "tile":
+    if words and _by_words(M, 4) and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
-            grid, whole = (triton.cdiv(N, blocks["BN"]), M), K // 32 % blocks["BC"] == 0
+            grid, whole = (triton.cdiv(N, blocks["BN"]), M), K // 16 % blocks["BC"] == 0
             _int4_words[grid](*given, bias, y_MO, N, G, x_MI.stride(0), HALF=group // 2, WHOLE=whole, **has, **blocks)
 
-        default, *others = ({"BN": n, "BC": k // 32, "num_warps": warps} for n, k, warps in _WORDS)
+        default, *others = ({"BN": n, "BC": k // 16, "num_warps": warps} for n, k, warps in _WORDS)
         run_words(choose("int4_words", (x_MI.dtype, group), default, others, run_words))
         return y_MO
     if M <= _MOST_ROWS_OF_DECODE and not words:
@@ -956,6 +1040,18 @@ def _int4(
     if (how or _how("int4_matmul", x_MI, N, group)) == "wide":
         return _widened(x_MI, y_MO, bias_O, lambda rows: _wide_int4(packed, scale_OG, zero_OG, rows, K, x_MI.dtype))
 
+    if words and M <= _MOST_ROWS_SPLIT:
+
+        def run_words_split(blocks: Blocks) -> None:
+            _int4_words_split[_grid(M, N, blocks)](
+                *given, bias, y_MO, M, N, G, x_MI.stride(0), HALF=group // 2,
+                WHOLE=G % blocks["BS"] == 0, ASSEMBLY=_assembles(), **has, **blocks,
+            )  # fmt: skip
+
+        default, *others = (_split_blocks(M, *one) for one in _splits(M, N))
+        key = _rows_of(M), N, K, x_MI.dtype, group
+        run_words_split(choose("int4_words_split", key, default, others, run_words_split))
+        return y_MO
     if words:
 
         def run_words_tile(blocks: Blocks) -> None:
@@ -1020,6 +1116,10 @@ def _in_words(x_MI: Tensor, weight: Tensor, columns: int) -> bool:
     return aligned and whole and weight.is_contiguous() and x_MI.dtype.itemsize == 2
 
 
+def _by_words(rows: int, bits: int) -> bool:
+    return rows <= _MOST_ROWS_BY_WORDS[bits]
+
+
 def _assembles() -> bool:
     """Return whether kernels may hold assembly for NVIDIA: not under the interpreter, nor on AMD."""
     return isinstance(_int4_words_tile, triton.JITFunction) and chip().startswith("sm_")
@@ -1030,15 +1130,27 @@ def _rows_of(M: int) -> int:
     return next((n for n in (8, 16, 32) if n >= M), 64)
 
 
+def _splits(M: int, N: int) -> tuple[tuple[int, int, int], ...]:
+    """The default and what a tuner tries for few rows: rows of the weight, warps, stages.
+
+    Of a small weight few rows a program, so that every processor has some.
+    """
+    if M > 16:
+        return (64, 8, 3), (32, 4, 3), (64, 8, 4), (64, 4, 3), (32, 4, 4)
+    first, second = (16, 32) if N <= _SMALL else (32, 16)
+    stages = 6 if M <= 8 else 5
+    return (first, 4, stages), (second, 4, stages), (first, 4, 4), (first, 4, 8), (first, 8, 4), (64, 8, 4)
+
+
 def _tiles(M: int) -> tuple[tuple[int, int, int], ...]:
-    """The default and what a tuner tries: rows of the weight, warps, stages."""
-    if M <= 16:
-        return (32, 2, 5), (32, 1, 5), (32, 2, 7), (64, 2, 4), (64, 4, 5), (16, 1, 6)
-    if M <= 32:
-        return (64, 2, 4), (32, 2, 4), (32, 1, 4), (64, 4, 4), (128, 4, 4)
+    """The default and what a tuner tries for more rows: rows of the weight, warps, stages."""
     if M <= 64:
         return (64, 4, 4), (128, 8, 4), (32, 2, 4), (64, 4, 3), (64, 4, 5)
     return (128, 8, 4), (64, 4, 4), (128, 8, 3)
+
+
+def _split_blocks(M: int, rows: int, warps: int, stages: int) -> Blocks:
+    return _words_blocks(M, rows, warps, stages) | {"BS": _PIECES}
 
 
 def _words_blocks(M: int, rows: int, warps: int, stages: int) -> Blocks:
@@ -1287,7 +1399,7 @@ SPECS = (
             {"M": 5, "N": 40, "K": 1500, "bias": True},
             {"M": 1, "N": 11, "K": 4128, "bias": True},
             {"M": 5, "N": 70, "K": 1152, "bias": True},
-            {"M": 70, "N": 40, "K": 96},
+            {"M": 37, "N": 40, "K": 96},
             {"M": 20, "N": 30, "K": 50, "bias": True, "how": "wide"},
             {"M": 0, "N": 3, "K": 4},
             {"M": 2, "N": 3, "K": 0, "bias": True},
@@ -1343,7 +1455,8 @@ SPECS = (
             {"M": 1, "N": 9, "K": 256, "group": 128},
             {"M": 1, "N": 11, "K": 4160, "group": 32, "symmetric": False},
             {"M": 5, "N": 70, "K": 1152, "group": 32, "symmetric": False, "bias": True},
-            {"M": 70, "N": 40, "K": 256, "group": 128},
+            {"M": 10, "N": 40, "K": 544, "group": 32, "bias": True},
+            {"M": 37, "N": 40, "K": 256, "group": 128},
             {"M": 3, "N": 1, "K": 1, "group": 32},
             {"M": 5, "N": 40, "K": 1500, "group": 64, "symmetric": False, "bias": True},
             {"M": 20, "N": 30, "K": 2100, "group": 128, "symmetric": False, "bias": True, "how": "wide"},

@@ -157,8 +157,8 @@ def test_leading_dims_are_kept() -> None:
 @pytest.mark.parametrize("scheme", ["int8", "w8a8", "int4"])
 def test_few_rows_are_in_parts_and_a_row_does_not_depend_on_the_others(scheme: str, dtype: torch.dtype) -> None:
     """Columns are dealt to programs by the weight's sizes alone, so the sums of a row have one order."""
-    columns = 1500 if dtype == torch.float32 else 1536
-    x_MI, w_OI = normal(16, columns).to(dtype), normal(40, columns, seed=1)
+    columns, most, fewer = (1500, 16, (3, 5, 15)) if dtype == torch.float32 else (1536, 64, (33, 40, 63))
+    x_MI, w_OI = normal(most, columns).to(dtype), normal(40, columns, seed=1)
 
     def product(x_MI: Tensor) -> Tensor:
         if scheme == "int4":
@@ -175,7 +175,7 @@ def test_few_rows_are_in_parts_and_a_row_does_not_depend_on_the_others(scheme: s
 
     with forced(), patch.object(quantized_matmul, "_merge_parts", Counting()):
         whole = product(x_MI)
-        some = [product(x_MI[:rows]) for rows in (3, 5, 15)]
+        some = [product(x_MI[:rows]) for rows in fewer]
     assert set(parts) == {parts[0]}
     assert parts[0] > 1
     assert len(parts) == 4
@@ -239,6 +239,34 @@ def test_the_assembly_unpacks_as_the_interpreter_does(dtype: torch.dtype) -> Non
             zeros = [zero, zero, 15 - zero, 15 - zero]
             wanted = [(b & 15) - z for b, z in zip(bytes_, zeros)] + [(b >> 4) - z for b, z in zip(bytes_, zeros)]
             assert found == wanted
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_row_in_words_does_not_depend_on_the_others(scheme: str) -> None:
+    """Warps share the columns alike for 2 to 32 rows: the sums of a row have one order."""
+    x_MI, w_OI = normal(32, 352).bfloat16(), normal(40, 352, seed=1)
+    packed, scale_OG, zero_OG = quantize_int4(w_OI, 32, False)
+
+    def product(x_MI: Tensor) -> Tensor:
+        if scheme == "int4":
+            return int4_matmul(x_MI, packed, scale_OG, zero_OG, group=32)
+        return int8_matmul(x_MI, *quantize_int8(w_OI))
+
+    with forced():
+        whole, *some = (product(x_MI[:rows]) for rows in (32, 2, 7, 15, 20))
+    for found in some:
+        assert torch.equal(found, whole[: len(found)])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("columns", [4096, 4224])
+def test_one_row_by_words(columns: int, group: int) -> None:
+    """Whole pieces of a row, and not."""
+    x_MI, weight = normal(1, columns).half(), quantize_int4(normal(11, columns, seed=1), group, False)
+    exact = x_MI.double() @ dequantize_int4(*weight, columns, torch.float64).T
+    with forced(), patch.dict(quantized_matmul._MOST_ROWS_BY_WORDS, {4: 1}):
+        found = int4_matmul(x_MI, *weight, group=group)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0.03)
 
 
 def test_many_rows_take_a_widened_weight_some_rows_at_a_time() -> None:
