@@ -54,7 +54,7 @@ def _shown(results: list[Path], out: Path | None) -> int:
     from core.config import UserError
 
     try:
-        shown.main(results, *([] if out is None else [out]))
+        shown.main(results, out or shown.FOLDER)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

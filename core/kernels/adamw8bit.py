@@ -114,8 +114,8 @@ def _nearest_code(relative, middles, SIGNED: tl.constexpr):
     """The number of middles below each of `relative`, all in [-1, 1]; 255 for NaN."""
     size = tl.abs(relative)
     # Decade e has magnitudes up to 10^(e - 6), and 2^e of them (twice as many without a sign) up to the next. The
-    # logarithm is the exponent and, for the fraction, the mantissa: at most 0.09 too small, which puts 6 % above a power
-    # of ten into the decade below, whose last code is the neighbour of theirs.
+    # logarithm is the exponent and, for the fraction, the mantissa: at most 0.09 too small, which puts 6 % above a
+    # power of ten into the decade below, whose last code is the neighbour of theirs.
     log2 = size.to(tl.int32, bitcast=True).to(tl.float32) * (1 / 8388608) - 127.0
     decade = tl.minimum(tl.maximum(tl.ceil(log2 * _LOG10_2) + 6.0, 0.0), 6.0)
     bits = (decade.to(tl.int32) + (127 if SIGNED else 128)) << 23
@@ -168,8 +168,8 @@ def _keep(x, codes, scales, at, block, inside, whole, middles, SIGNED: tl.conste
 
 @triton.jit
 def _adamw_8bit(
-    owners, table, signed_values, signed_middles, values, middles, factor, size, inverse_root, beta2, rest1, rest2, eps, decay,
-    P: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
+    owners, table, signed_values, signed_middles, values, middles, factor, size, inverse_root, beta2, rest1, rest2, eps,
+    decay, P: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Columns: number of blocks, first program, row length, blocks of a row, p, g, m's codes and scales, v's."""
     owner = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * 10

@@ -755,7 +755,7 @@ def _forward(
     if num_parts > 1:
         _merge[(H, B)](
             parts, lse, lengths, cu, o, K, seen, num_parts, **split, BLOCK_S=triton.next_power_of_2(most),
-            BLOCK_K=triton.next_power_of_2(K), CHUNK=8, num_warps=2,
+            BLOCK_K=triton.next_power_of_2(K), CHUNK=min(32, triton.next_power_of_2(most)), num_warps=4,
         )  # fmt: skip
     if cu_query_lens is not None:
         blocks = _prefill_blocks(K, dot, k_scales is not None)

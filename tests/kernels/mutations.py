@@ -66,6 +66,7 @@ MUTATIONS = {
     "adamw8bit": of(
         "adamw_8bit",
         ("_adamw_8bit", "rest2 * g * g", "rest2 * g"),
+        ("_quotient", "q = x * inverse", "q = y * inverse"),
         ("_adamw_8bit", "block // of_row * length", "block * 0"),
         ("_moment", "scales + block", "scales + block * 0"),
         ("_keep", "tl.abs(x), 1", "x, 1"),

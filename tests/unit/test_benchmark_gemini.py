@@ -148,3 +148,18 @@ def test_ranks_of_a_gpu_each_have_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         torch.set_num_threads(before)
     assert calls == [("device", 1), ("nccl",), (1, "found")]
+
+
+def test_weights_drawn_on_a_device_are_distributed_as_those_of_the_host() -> None:
+    """A GPU draws them; with the CPU in its place every parameter has the mean and deviation that it has there."""
+    model = offload.built(Turn("Gemini", shaped("GPT-2", 1, 64), 1, 8, 1, 2**30, "cpu"))
+    host = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    offload.draw_on("cpu", model)
+    for name, drawn in model.named_parameters():
+        parameter = drawn.detach()
+        want, sampling = host[name], 5 * float(host[name].std(correction=0)) / host[name].numel() ** 0.5
+        assert abs(float(parameter.mean() - want.mean())) <= 2 * sampling + 1e-12, name
+        assert abs(float(parameter.std(correction=0) - want.std(correction=0))) <= 2 * sampling + 1e-12, name
