@@ -18,7 +18,7 @@ from core.layout import Layout
 from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, gradient_axes, pipeline_ranks
 from core.parallel.feedback import Feedback
 from core.parallel.powersgd import Matrices, PowerSGD, stack_dims
-from core.parallel.sparse import PLACE_BYTES, RandomK, TopK, make, num_kept
+from core.parallel.sparse import PLACE_BYTES, RandomK, TopK, num_kept
 from core.placement.messages import Sent
 from core.placement.table import Table
 
@@ -121,12 +121,14 @@ UNCOMPRESSED = CommConfig()
 class CompressionSpec:
     """takes     (full shape, config): whether a parameter of that shape is compressed
     messages  (layout, config, data-parallel ranks, bytes of an element) -> what a rank sends of it
-    make      (names, mesh, table, dtype, device, config) -> the compression of these parameters
+    makes     what acts
+    option    the one that is its own
     """
 
     takes: Callable[[tuple[int, ...], CommConfig], bool]
     messages: Callable[[Layout, CommConfig, int, int], Iterator[Message]]
-    make: Callable[[list[str], DeviceMesh, Table, torch.dtype, torch.device, CommConfig], Feedback]
+    makes: type[Feedback]
+    option: str
 
 
 def _powersgd_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) -> Iterator[Message]:
@@ -153,14 +155,10 @@ def _is_matrix(shape: tuple[int, ...], comm: CommConfig) -> bool:
 
 COMPRESSIONS: dict[CompressionName, CompressionSpec] = {
     "powersgd": CompressionSpec(
-        takes=lambda shape, comm: stack_dims(shape, comm.rank) is not None,
-        messages=_powersgd_messages,
-        make=lambda names, mesh, table, dtype, device, comm: PowerSGD(
-            names, mesh, table, dtype, device, comm.rank, comm.start, comm.report_every
-        ),
+        lambda shape, comm: stack_dims(shape, comm.rank) is not None, _powersgd_messages, PowerSGD, "rank"
     ),
-    "top_k": CompressionSpec(_is_matrix, _top_k_messages, make(TopK)),
-    "random_k": CompressionSpec(_is_matrix, _random_k_messages, make(RandomK)),
+    "top_k": CompressionSpec(_is_matrix, _top_k_messages, TopK, "density"),
+    "random_k": CompressionSpec(_is_matrix, _random_k_messages, RandomK, "density"),
 }
 
 
@@ -217,4 +215,6 @@ def compression_of(
             )
             + " no --comm.compress"
         )
-    return COMPRESSIONS[comm.compress].make(names, mesh, table, dtype, device, comm)
+    spec = COMPRESSIONS[comm.compress]
+    options = {spec.option: getattr(comm, spec.option)}
+    return spec.makes(names, mesh, table, dtype, device, options, comm.start, comm.report_every)

@@ -36,7 +36,7 @@ class Feedback(ABC):
     """A compression of the gradients of some parameters.
 
     names    parameters that are compressed, in an order alike on every rank
-    options  what a checkpoint must agree in, beside the name
+    options  the compression's own; what a checkpoint must agree in, beside the name
     dtype    of the reduction
     start    steps that are reduced whole first
     report_every  steps between two reports (`row`), each of which sums gradients and errors whole; 0: none
@@ -59,10 +59,14 @@ class Feedback(ABC):
         self.start, self.report_every = start, report_every
         self.axis = gradient_axis(mesh)
         self.steps = 0
-        shapes = {name: table[name].layout.local_shape() for name in self.names}
-        self.errors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
         self._pending: dict[str, Tensor] = {}
         self._report: Tensor | None = None
+        self.begin(dtype, device)
+
+    def begin(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make what is kept from step to step, as a run begins with it."""
+        shapes = {name: self.table[name].layout.local_shape() for name in self.names}
+        self.errors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
 
     @property
     def is_on(self) -> bool:

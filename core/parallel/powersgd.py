@@ -35,12 +35,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import Layout, boxes_of, tag
 from core.mesh import sub_mesh
 from core.parallel.feedback import Feedback, sum_together
-from core.placement.table import Table
 
 NEGLIGIBLE = 1e-4
 """Of a column's norm, what the columns before it have to leave of it."""
@@ -111,26 +109,19 @@ class Matrices:
 
 
 class PowerSGD(Feedback):
-    """bases  name -> Q [B', N', r] of this rank, with which the next step begins."""
+    """Of parameters that `stack_dims` tells; option: rank.
+
+    bases  name -> Q [B', N', r] of this rank, with which the next step begins
+    """
 
     name = "powersgd"
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        mesh: DeviceMesh,
-        table: Table,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        start: int = 0,
-        report_every: int = 0,
-    ):
-        """Take the arguments of `Feedback`, of which names are those that `stack_dims` tells."""
-        super().__init__(names, mesh, table, dtype, device, {"rank": rank}, start, report_every)
+    def begin(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().begin(dtype, device)
+        rank = self.options["rank"]
         self.matrices: dict[str, Matrices] = {}
         for name in self.names:
-            layout = table[name].layout
+            layout = self.table[name].layout
             dims = stack_dims(layout.shape, rank)
             assert dims is not None, name
             self.matrices[name] = Matrices(layout, dims, rank)

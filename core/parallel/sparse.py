@@ -14,16 +14,12 @@ compression, arXiv:1712.01887, section 3.1.
 
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from core.parallel.feedback import Feedback, sum_together
-from core.placement.table import Table
 
 PLACE_BYTES = 4
 
@@ -33,22 +29,11 @@ def num_kept(num_elements: int, density: float) -> int:
 
 
 class Sparse(Feedback):
-    """density  share of a parameter's elements that is sent, above 0 and at most 1."""
+    """Option: density, the share of a parameter's elements that is sent, above 0 and at most 1."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        mesh: DeviceMesh,
-        table: Table,
-        dtype: torch.dtype,
-        device: torch.device,
-        density: float,
-        start: int = 0,
-        report_every: int = 0,
-    ):
-        """Take the arguments of `Feedback`."""
-        super().__init__(names, mesh, table, dtype, device, {"density": density}, start, report_every)
-        self.density = density
+    @property
+    def density(self) -> float:
+        return self.options["density"]
 
 
 class TopK(Sparse):
@@ -100,10 +85,3 @@ class RandomK(Sparse):
         drawn = torch.empty(kept, dtype=torch.float64, device="cpu").uniform_(generator=generator)
         places = (torch.arange(kept, dtype=torch.float64, device="cpu") + drawn) * (num_elements / max(1, kept))
         return places.long().clamp_(max=num_elements - 1)
-
-
-def make(kind: type[Sparse]) -> Any:
-    """See `CompressionSpec.make`."""
-    return lambda names, mesh, table, dtype, device, comm: kind(
-        names, mesh, table, dtype, device, comm.density, comm.start, comm.report_every
-    )

@@ -6,6 +6,7 @@ tests/unit/test_llm_schedules.py holds both to the results.
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.result import RESULTS, ROOT, Row, read
@@ -34,9 +35,10 @@ def made() -> dict[Path, str]:
     page = f"\n{_gaps(gaps)}\n\n{_times(list(rows))}\n\n"
     if several := [row for row in rows if row.case.get("replicas") and row.case["microbatches"] == 6]:
         page += _replicas(several) + "\n\n"
-    if STUDY.exists():
-        page += _judged([row for row in read(STUDY).figures if row.case["from"] == "gaps"]) + "\n\n"
-    return {PAGE: page, CODE: _penalties(gaps)}
+    judged = [row for row in read(STUDY).figures if row.case["from"] == "gaps"] if STUDY.exists() else []
+    if judged:
+        page += _judged(judged) + "\n\n"
+    return {PAGE: page, CODE: _penalties({"async_pipeline": gaps, "async_gap": judged})}
 
 
 def _judged(rows: list[Row]) -> str:
@@ -103,13 +105,16 @@ def _replicas(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _penalties(rows: list[Row]) -> str:
-    lines = []
-    for row in rows:
-        if row.case["schedule"] == "2bw":
-            values = ", ".join(f"{row.numbers[name].value:.3f}" for name in ("gap", "gap from", "gap to"))
-            lines.append(f'    ("{row.case["optimizer"]}", "{row.case["correction"]}"): ({values}),\n')
-    return "".join(lines)
+def _penalties(results: Mapping[str, list[Row]]) -> str:
+    """A line for each optimizer and correction under 2bw, of the last result that has it."""
+    lines = {}
+    for result, rows in results.items():
+        for row in rows:
+            if row.case["schedule"] == "2bw":
+                values = ", ".join(f"{row.numbers[name].value:.3f}" for name in ("gap", "gap from", "gap to"))
+                form = f'("{row.case["optimizer"]}", "{row.case["correction"]}")'
+                lines[form] = f'    {form}: ("{result}", {values}),\n'
+    return "".join(lines.values())
 
 
 def main() -> None:

@@ -80,6 +80,9 @@ def test_what_does_not_go_is_not_ranked() -> None:
 def test_the_penalty_is_that_of_the_optimizer() -> None:
     config, *_ = planned(optim=OptimConfig("muon"))
     assert "0.012 nats published" in penalty(config)
+    judged = penalty(replace(config, pipeline=PipelineConfig("2bw", correction="prediction")))
+    assert "muon and prediction" in judged
+    assert "async_gap.json" in judged
     assert "not known" in penalty(replace(config, optim=OptimConfig("lamb")))
 
 
