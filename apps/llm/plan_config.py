@@ -138,7 +138,15 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
-    *("gemini.policy", "comm.compress", "comm.weights", "comm.gradients", "comm.secondary", "local.every"),
+    *(
+        "gemini.policy",
+        "comm.compress",
+        "comm.weights",
+        "comm.gradients",
+        "comm.secondary",
+        "comm.activations",
+        "local.every",
+    ),
 )
 """Options of a plan that a search does not take."""
 
