@@ -357,8 +357,8 @@ def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
         "behind its computation is not seen. Links have no latency. Bytes are those of ring algorithms, of one rank.",
         f"{ALL_REDUCE} is ZeRO 0, and learns as {ZERO3} does. {DILOCO}: Muon inside, rounds of {ROUND} steps, 2 bits "
         "in both directions, error feedback. PowerSGD: rank 4 at ZeRO 0.",
-        f"{ZERO_PP}: int8 weights, int4 gradients, and a second copy on each worker, a node of its own. On more workers "
-        "it rounds in other places, and is taken to learn as on the fewest.",
+        f"{ZERO_PP}: int8 weights, int4 gradients, a second copy on each worker, a node of its own. On more workers it "
+        "rounds in other places, and is taken to learn as on the fewest.",
         "sent: all of a step's messages; reduced: sums alone. The rest is of Muon, where each rank updates some "
         "matrices and sends them to the others, of ZeRO-3's gathers and of activations.",
         "Workers share this machine's cores: where there are more of them than cores, steps compute for longer.",
