@@ -7,7 +7,8 @@ only when; so curves and step times are measured apart, or slow links would make
    which all messages pass: a rank sleeps for its bytes / bandwidth, and computes nothing meanwhile. Of local training
    the step that ends a round is timed apart, and its surplus counts an H-th. They say how long the rest will take.
 2. Curves: each form is trained once a seed without a link, and its held-out bits per byte are taken on the way. Those
-   of ZeRO and PowerSGD are alike on any number of workers, to 1e-10 in fp64 (tests/parity); local training's are not.
+   of ZeRO and PowerSGD are alike on any number of workers, to 1e-10 in fp64 (tests/parity); local training's are not,
+   and ZeRO++'s, which rounds each worker's rows by themselves, is taken of the fewest.
 3. Time to a loss: the mean curve's step at which the held-out loss that all forms reach is passed, times the step time.
 
 It prints how long it will take once it has timed the steps, and is resumed.
@@ -59,7 +60,7 @@ TIMED_ROUND, TIMED_STEPS = 4, 8
 """Of a run that is timed; its first two steps make state, and count what they do."""
 UNTIMED = 2
 LINKS = {"none": math.inf, "10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
-ALL_REDUCE, ZERO3, POWERSGD, DILOCO, TWO_BW = "all-reduce", "ZeRO-3", "PowerSGD", "DiLoCo", "2bw"
+ALL_REDUCE, ZERO3, ZERO_PP, POWERSGD, DILOCO, TWO_BW = "all-reduce", "ZeRO-3", "ZeRO++", "PowerSGD", "DiLoCo", "2bw"
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,12 @@ def forms(numbers: Sequence[int]) -> list[Form]:
     found, (least, *_) = list[Form](), numbers
     diloco = LocalTrainingConfig(every=ROUND, bits=2)
     synchronous, powersgd = Form(ZERO3, least, zero=3), Form(POWERSGD, least, comm=CommConfig("powersgd", rank=4))
+    zero_pp = Form(ZERO_PP, least, zero=3, comm=CommConfig(weights="int8", gradients="int4", secondary=True))
     for workers in numbers:
         found += [
             Form(ALL_REDUCE, workers, synchronous),
             replace(synchronous, workers=workers, learns_as=None if workers == least else synchronous),
+            replace(zero_pp, workers=workers, learns_as=None if workers == least else zero_pp),
             replace(powersgd, workers=workers, learns_as=None if workers == least else powersgd),
             Form(DILOCO, workers, local=diloco),
         ]
@@ -339,10 +342,10 @@ def targets(study: Study, reduced: dict[Form, float], last: dict[Form, float]) -
             reduced[of[ALL_REDUCE, workers]] / reduced[powersgd],
         )
         yield Target(f"fp32 {ALL_REDUCE} / {DILOCO}, bytes, {where}", 750.0, whole / reduced[diloco])
-        for form in (powersgd, diloco):
+        for form, within in ((of[ZERO_PP, workers], 1.005), (powersgd, 1.01), (diloco, 1.01)):
             if form.learns_as is None:
-                what = f"1.01 of synchronous bits per byte / those of {form.name}, {where}"
-                yield Target(what, 1.0, 1.01 * synchronous / last[form])
+                what = f"{within} of synchronous bits per byte / those of {form.name}, {where}"
+                yield Target(what, 1.0, within * synchronous / last[form])
 
 
 def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
@@ -354,6 +357,8 @@ def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
         "behind its computation is not seen. Links have no latency. Bytes are those of ring algorithms, of one rank.",
         f"{ALL_REDUCE} is ZeRO 0, and learns as {ZERO3} does. {DILOCO}: Muon inside, rounds of {ROUND} steps, 2 bits "
         "in both directions, error feedback. PowerSGD: rank 4 at ZeRO 0.",
+        f"{ZERO_PP}: int8 weights, int4 gradients, a second copy on each worker, a node of its own. On more workers it "
+        "rounds in other places, and is taken to learn as on the fewest.",
         "sent: all of a step's messages; reduced: sums alone. The rest is of Muon, where each rank updates some "
         "matrices and sends them to the others, of ZeRO-3's gathers and of activations.",
         "Workers share this machine's cores: where there are more of them than cores, steps compute for longer.",

@@ -41,6 +41,7 @@ from core.parallel.coded_shards import check_shards
 from core.parallel.compress import CommConfig
 from core.parallel.data import DataParallel, agree_on_values, data_parallel
 from core.parallel.draws import Draws
+from core.parallel.expert import code_rows
 from core.parallel.local import LocalTraining, LocalTrainingConfig, check_local
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.ahead import AheadPipeline
@@ -89,7 +90,7 @@ class ParallelConfig:
             self._check_segmented()
         if self.local.asynchronous is not None:
             self._check_local()
-        if self.comm.compress is not None or self.comm.codes_shards:
+        if self.comm.is_given:
             self._check_comm()
         if self.rounds is not None:
             self._check_rounds(self.rounds)
@@ -107,13 +108,13 @@ class ParallelConfig:
                 "no budget",
             ),
             (
-                self.local.asynchronous is not None,
+                self.local.asynchronous is not None and comm.is_of_data,
                 f"local.async={self.local.asynchronous}",
                 "each rank pushes a gradient of its own",
                 "no --local.async",
             ),
             (
-                self.rounds is not None,
+                self.rounds is not None and comm.is_of_data,
                 f"local.every={self.local.every}",
                 "workers average the way they have come, which --local.bits and --local.keep compress",
                 "no --local.every",
@@ -270,6 +271,7 @@ def parallelize(
     if stages is not None:
         ahead = SCHEDULES[config.pipeline.schedule].runs_ahead
         spread = (AheadPipeline if ahead else Pipeline)(parallel, stages, config.pipeline)
+        spread.row_code = config.comm.row_code
     spread.draws, spread.table = draws, table
     if config.rounds is not None:
         spread.all_workers, spread.local = whole, LocalTraining(spread, whole, config.rounds)
@@ -297,6 +299,8 @@ def cut(
     place(model, table, mesh)
     for part, axes in steps:
         wrap(model, part, mesh if axes == mesh.mesh_dim_names else sub_mesh(mesh, *axes))
+    if config.comm.row_code is not None:
+        code_rows(model, config.comm.row_code)
     draws = Draws(model, mesh)
     stages = None if split is None else cut_into_stages(model, split, mesh["pp"], config.pipeline)
     if plan.precision:

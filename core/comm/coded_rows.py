@@ -14,7 +14,7 @@ for each rank. Sums are in the format of what is given.
 Wang et al. 2023, ZeRO++, arXiv:2306.10209, sections 3.1 and 3.3.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,16 @@ class CodedRows:
         step = max(1, AT_A_TIME // (self.num_blocks * self.code.block))
         for first in range(0, num_rows, step):
             yield slice(first, min(first + step, num_rows))
+
+
+RowCode = Callable[[int], CodedRows]
+"""Features of a row -> how it is sent, by itself."""
+
+
+def rows_in_8_bits(features: int) -> CodedRows:
+    """Of each token, in blocks of up to 256 features that are as long as they divide."""
+    num_blocks = max(1, -(-features // 256))
+    return CodedRows(RoundedCode(8, max(1, -(-features // num_blocks))), [RowPart(features, is_coded=True)])
 
 
 def gather_coded(whole: Tensor, own: Tensor, rows: CodedRows, group: ProcessGroup) -> None:

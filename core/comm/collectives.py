@@ -33,6 +33,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.comm.coded_rows import RowCode
+
 
 def all_reduce(x: Tensor, axis: DeviceMesh) -> Tensor:
     """The sum over the axis, as a new tensor; no gradient."""
@@ -197,16 +199,24 @@ class _JoinFrom(Function):
 
 class _ExchangeRows(Function):
     @staticmethod
-    def forward(ctx, x, sent, received, axis):
-        ctx.way = received, sent, axis
-        return _send_rows(x, sent, received, axis)
+    def forward(ctx, x, sent, received, axis, code):
+        ctx.way = received, sent, axis, code
+        return _send_rows(x, sent, received, axis, code)
 
     @staticmethod
     def backward(ctx, grad):
-        return (exchange_rows if _graph_goes_on() else _send_rows)(grad, *ctx.way), None, None, None
+        return (exchange_rows if _graph_goes_on() else _send_rows)(grad, *ctx.way), None, None, None, None
 
 
-def _send_rows(x: Tensor, sent: list[int], received: list[int], axis: DeviceMesh) -> Tensor:
+def _send_rows(
+    x: Tensor, sent: list[int], received: list[int], axis: DeviceMesh, code: RowCode | None = None
+) -> Tensor:
+    if code is not None:
+        rows = code(x.shape[1])
+        message = _send_rows(rows.encode(x), sent, received, axis)
+        out = x.new_empty(sum(received), x.shape[1])
+        rows.decode(message, out)
+        return out
     # Of ranks that do not exist nothing comes; what stands in its place goes on through the model.
     make = x.new_zeros if dist.get_backend(axis.get_group()) == "fake" else x.new_empty
     out = make(sum(received), *x.shape[1:])
@@ -244,9 +254,13 @@ def join_from(x: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     return x if axis.size() == 1 else _JoinFrom.apply(x, dim, axis)  # pyright: ignore[reportReturnType]
 
 
-def exchange_rows(x: Tensor, sent: list[int], received: list[int], axis: DeviceMesh) -> Tensor:
+def exchange_rows(
+    x: Tensor, sent: list[int], received: list[int], axis: DeviceMesh, code: RowCode | None = None
+) -> Tensor:
     """x[A, ..]: the first sent[0] rows go to rank 0, … -> received[0] rows from rank 0, …; gradients go the way back.
 
     Always a message, of a rank without rows too: the others wait for it.
+
+    code  of the rows of x[A, features], and of their gradients; the rank's own, too
     """
-    return _ExchangeRows.apply(x, sent, received, axis)  # pyright: ignore[reportReturnType]
+    return _ExchangeRows.apply(x, sent, received, axis, code)  # pyright: ignore[reportReturnType]

@@ -30,7 +30,7 @@ from core.parallel.coded_shards import gather_messages, sum_messages
 from core.parallel.compress import compressed_bytes, compressed_names
 from core.parallel.data import in_buckets
 from core.parallel.pipeline.messages import message_of
-from core.placement.messages import ModuleMessage, Sent, Widths, module_messages, partial_sum_bytes
+from core.placement.messages import ModuleMessage, Sent, module_messages, partial_sum_bytes
 from core.placement.stages import StageSplit
 from core.placement.table import Table, is_expert, parameter_names, placement
 
@@ -103,7 +103,7 @@ class _Rank:
 
     def computing(self) -> Iterator[_Message]:
         run, model = self.run, decoder_without_memory(self.config)
-        widths = Widths(run.width_bytes, run.wide_bytes)
+        widths = run.widths(self.config.dim)
         plan = decoder_plan(self.config, run.mesh)
         for one in module_messages(model, plan, self.mesh, run.microbatch_size, self.length, widths):
             times = run.num_microbatches * self._times(one)
@@ -223,7 +223,7 @@ class _Rank:
         run = self.run
         if run.tp_mode == "1d":
             tokens = run.microbatch_size * largest_share(self.length, run.tp)
-            return tokens * self.config.dim * run.width_bytes
+            return tokens * run.row_bytes(self.config.dim)
         return run.tokens * self.config.dim * run.width_bytes // run.tp
 
     @property

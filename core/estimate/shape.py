@@ -363,6 +363,15 @@ class RunShape:
         """Bytes of an element of masters, optimizer state and reductions."""
         return master_dtype(self.precision).itemsize
 
+    def row_bytes(self, features: int) -> int:
+        """Of a token's features, as a stage hands them on and experts exchange them."""
+        code = self.comm.row_code
+        return features * self.width_bytes if code is None else code(features).num_bytes(self.width_bytes)
+
+    def widths(self, features: int) -> Widths:
+        """Of the messages of a model of so many features."""
+        return Widths(self.width_bytes, self.wide_bytes, self.row_bytes(features) / features)
+
     @cached_property
     def tp_side(self) -> int:
         """Ranks over which heads and features are cut: tp, or the side of its grid."""
@@ -505,7 +514,7 @@ def _sent(config: DecoderConfig, period: int, of: Callable[[DecoderConfig, RunSh
 
 def _microbatch(by: Callable[..., Sent], config: DecoderConfig, run: RunShape) -> Sent:
     model, plan = decoder_without_memory(config), decoder_plan(config, run.mesh)
-    batch, widths = run.microbatch_size, Widths(run.width_bytes, run.wide_bytes)
+    batch, widths = run.microbatch_size, run.widths(config.dim)
     return by(model, plan, run.mesh, batch, run.tokens // batch, widths)
 
 

@@ -149,7 +149,7 @@ def _model_parallel_bytes(model: ModelShape, run: RunShape) -> float:
 def _expert_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: the experts' rows there and back, and their gradients."""
     blocks = model.num_expert_blocks / run.pp * run.num_microbatches
-    return blocks * wire_share("all_to_all", run.ep) * 4 * model.expert_rows * run.tokens * model.dim * run.width_bytes
+    return blocks * wire_share("all_to_all", run.ep) * 4 * model.expert_rows * run.tokens * run.row_bytes(model.dim)
 
 
 def _tensor_parallel_bytes(model: ModelShape, run: RunShape) -> float:
@@ -172,4 +172,4 @@ def _pipeline_bytes(model: ModelShape, run: RunShape) -> float:
     if run.pp == 1:
         return 0.0
     messages = 2 * run.num_stages / run.pp * run.num_microbatches
-    return messages * run.tokens * model.dim * run.width_bytes / run.tp
+    return messages * run.tokens * run.row_bytes(model.dim) / run.tp

@@ -12,10 +12,11 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.comm.coded_rows import RowCode, rows_in_8_bits
 from core.comm.volume import wire_share
 from core.config import UserError
 from core.layout import Layout
-from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, gradient_axes, pipeline_ranks
+from core.mesh import EXPERT_AXIS, AnyMesh, MeshConfig, axis_size, gradient_axes, pipeline_ranks
 from core.parallel.feedback import Feedback
 from core.parallel.powersgd import Matrices, PowerSGD, stack_dims
 from core.parallel.sparse import PLACE_BYTES, RandomK, TopK, num_kept
@@ -51,6 +52,8 @@ class CommConfig:
     between nodes (ZeRO++'s qgZ)"""
     node: int = 1
     """neighbouring ranks, of those over which ZeRO shards, that share a node"""
+    activations: Literal["int8"] | None = None
+    """send what stages of a pipeline hand on and the rows that experts exchange, and their gradients, in 8 bits"""
     secondary: bool = False
     """keep a second copy of gathered weights, spread over a node's ranks: between two updates all gathers but the first
     are within the node (ZeRO++'s hpZ)"""
@@ -77,11 +80,20 @@ class CommConfig:
         return self.weights is not None or self.gradients is not None or self.secondary
 
     @property
+    def is_of_data(self) -> bool:
+        """Whether messages of data parallelism are others than they are by default."""
+        return self.compress is not None or self.codes_shards
+
+    @property
+    def is_given(self) -> bool:
+        return self.is_of_data or self.activations is not None
+
+    @property
     def given(self) -> str:
         """The first of the options that change messages, for a refusal."""
         return next(
             f"comm.{name}" if value is True else f"comm.{name}={value}"
-            for name in ("compress", "gradients", "weights", "secondary")
+            for name in ("compress", "gradients", "weights", "secondary", "activations")
             if (value := getattr(self, name))
         )
 
@@ -112,6 +124,27 @@ class CommConfig:
                     f"comm.compress={self.compress} with mesh.{axis}={ranks}: {why}; use --mesh.{axis} 1, or no "
                     "--comm.compress"
                 )
+
+    @property
+    def row_code(self) -> RowCode | None:
+        """Of activations."""
+        return None if self.activations is None else rows_in_8_bits
+
+    def check_activations(self, mesh: MeshConfig) -> None:
+        """Raises UserError where no activations are sent that the option is of, or in parts of features."""
+        if self.activations is None:
+            return
+        given = f"comm.activations={self.activations}"
+        if mesh.pp == mesh.ep == 1:
+            raise UserError(
+                f"{given} without stages and without experts that are dealt out: none is sent; use --mesh.pp 2 or "
+                "--mesh.ep 2, or leave it out"
+            )
+        if mesh.tp_mode != "1d":
+            raise UserError(
+                f"{given} with mesh.tp_mode={mesh.tp_mode}: ranks hand on parts of a token's features; use "
+                "--mesh.tp-mode 1d, or leave it out"
+            )
 
 
 UNCOMPRESSED = CommConfig()

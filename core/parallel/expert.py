@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from core.comm.coded_rows import RowCode
 from core.comm.collectives import all_gather, all_reduce, exchange_rows, gather_from, scatter_to
 from core.config import UserError
 from core.layout import even_shares, largest_share
@@ -82,27 +83,41 @@ def _exchanged(moe: Any, mesh: DeviceMesh, axes: tuple[str, ...] = (EXPERT_AXIS,
     axis = joined_axis(root, axes)
     held = experts_held(experts.num_experts, *(axis_size(root, name) for name in axes))
     inner = experts.forward
-    experts.forward = lambda x_AD, rows_E: exchanged(inner, x_AD, rows_E, held, axis)
+    experts.row_code = None
+    experts.forward = lambda x_AD, rows_E: exchanged(inner, x_AD, rows_E, held, axis, experts.row_code)
     return moe
 
 
 def exchanged(
-    inner: Callable[[Tensor, Tensor], Tensor], x_AD: Tensor, rows_E: Tensor, held: list[int], axis: DeviceMesh
+    inner: Callable[[Tensor, Tensor], Tensor],
+    x_AD: Tensor,
+    rows_E: Tensor,
+    held: list[int],
+    axis: DeviceMesh,
+    code: RowCode | None = None,
 ) -> Tensor:
     """Rows by expert, through the experts of all ranks.
 
     inner  (rows that came here, by expert; how many each of the experts held here has) -> their results
     rows_E the rows of each expert; x may have more behind them, whose results are zeros
     held   experts of each rank
+    code   of the rows on their way there and back
     """
     arriving_NE = _counts(rows_E, held, axis)
     sent, received = _splits(rows_E, held, arriving_NE, x_AD.shape[0])
     filling = x_AD.shape[0] - sum(sent)
-    x_RD = exchange_rows(x_AD[: sum(sent)], sent, received, axis)
+    x_RD = exchange_rows(x_AD[: sum(sent)], sent, received, axis, code)
     order_R = _by_expert(arriving_NE, sum(received))
     y_RD = inner(x_RD.index_select(0, order_R), arriving_NE.sum(0))
-    y_AD = exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis)
+    y_AD = exchange_rows(y_RD.index_select(0, order_R.argsort()), received, sent, axis, code)
     return nn.functional.pad(y_AD, (0, 0, 0, filling)) if filling else y_AD
+
+
+def code_rows(model: nn.Module, code: RowCode) -> None:
+    """Send so what the experts of a model exchange, where parts of it do."""
+    for module in model.modules():
+        if "row_code" in vars(module):
+            vars(module)["row_code"] = code
 
 
 def _counts(rows_E: Tensor, held: list[int], axis: DeviceMesh) -> Tensor:
@@ -130,7 +145,7 @@ def _by_expert(arriving_NE: Tensor, num_rows: int) -> Tensor:
 
 def messages(rows: Callable[[Site], float], num_experts: Callable[[Site], int], axis: str = EXPERT_AXIS) -> Messages:
     """Closed forms of a layer's: elements of its rows, both ways, and counts."""
-    both_ways = Message("all_to_all", rows, axis)
+    both_ways = Message("all_to_all", rows, axis, width="exchanged")
     counts = Message("all_to_all", num_experts, axis, width=8)
     return Messages((both_ways, counts), (both_ways,))
 

@@ -21,12 +21,18 @@ Sent = Counter[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element in which the model computes, and in which it adds up."""
+    """Bytes of an element in which the model computes, in which it adds up, and in which experts' rows are exchanged.
+
+    exchanged  None: as the model computes
+    """
 
     computing: int = 4
     wide: int = 4
+    exchanged: float | None = None
 
-    def of(self, message: Message) -> int:
+    def of(self, message: Message) -> float:
+        if message.width == "exchanged":
+            return self.computing if self.exchanged is None else self.exchanged
         return message.width if isinstance(message.width, int) else getattr(self, message.width)
 
 

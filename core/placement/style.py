@@ -99,13 +99,13 @@ class Message:
     operation  as `core.comm.volume` calls it
     elements   closed form of the full message's elements, all calls of it together
     axis       over which
-    width      of an element: that in which the model computes, that of its sums, or bytes
+    width      of an element: that in which the model computes, that of its sums, that of exchanged rows, or bytes
     """
 
     operation: str
     elements: Callable[[Site], float]
     axis: str = AXIS
-    width: Literal["computing", "wide"] | int = "computing"
+    width: Literal["computing", "wide", "exchanged"] | int = "computing"
 
 
 @dataclass(frozen=True)

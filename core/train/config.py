@@ -97,6 +97,7 @@ class TrainConfig(ParallelConfig):
             self._check_asynchronous()
         if self.comm.compress is not None or self.comm.gradients is not None:
             self._check_compression()
+        self.comm.check_activations(self.mesh)
         if self.rounds is not None:
             self._check_workers(self.rounds)
         self.check_pipeline(self.mesh.pp)

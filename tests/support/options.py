@@ -26,7 +26,11 @@ from core.models.decoder import decoder_without_memory
 from core.models.plan import decoder_table
 
 TRAINING: dict[str, Any] = {
+    "comm.activations": "int8",
     "comm.compress": "powersgd",
+    "comm.gradients": "int4",
+    "comm.secondary": True,
+    "comm.weights": "int8",
     "local.asynchronous": "parameter_server",
     "local.every": 4,
     "gemini.policy": "cpu",

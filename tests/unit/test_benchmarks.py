@@ -92,7 +92,7 @@ def test_a_curve_passes_a_loss_on_the_line_between_two_evaluations() -> None:
 def test_forms_on_slow_links_are_trained_once_where_workers_do_not_matter() -> None:
     forms = slow_links.forms((2, 4))
     trained = [(form.name, form.workers) for form in dict.fromkeys(form.curve for form in forms)]
-    assert trained == [("ZeRO-3", 2), ("PowerSGD", 2), ("DiLoCo", 2), ("DiLoCo", 4), ("2bw", 2)]
+    assert trained == [("ZeRO-3", 2), ("ZeRO++", 2), ("PowerSGD", 2), ("DiLoCo", 2), ("DiLoCo", 4), ("2bw", 2)]
 
 
 def test_what_is_not_a_result_is_not_written(tmp_path: Path) -> None:

@@ -5,19 +5,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from apps.llm.__main__ import APP
 from core.comm.block_code import RoundedCode
 from core.comm.coded_rows import CodedRows, RowPart
+from core.comm.volume import count_volume
 from core.compose import ParallelConfig
 from core.config import UserError
 from core.estimate.messages import step_bytes
 from core.estimate.shape import RunShape
-from core.mesh import MeshConfig, MeshShape
+from core.mesh import MeshConfig, MeshShape, build_mesh
 from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.models.shapes import SHAPES
-from core.parallel.coded_shards import NODES, check_nodes
+from core.parallel.coded_shards import NODES, CodedShards, check_nodes, gather_messages, sum_messages
 from core.parallel.compress import CommConfig
+from core.placement.table import placement
+from core.runtime import pretended
 from core.train import TrainConfig
 
 ALL = CommConfig(weights="int8", gradients="int4", node=2, secondary=True)
@@ -83,6 +87,26 @@ def test_a_quarter_of_zero_3_crosses_between_nodes(name: str, num_nodes: int, no
     assert share > 0.25 + 0.9 * scales
 
 
+@pytest.mark.parametrize(("num_ranks", "node"), [(2, 1), (3, 1), (8, 8), (12, 4), (4096, 1), (4096, 8)])
+def test_bytes_of_ranks_that_do_not_exist(num_ranks: int, node: int) -> None:
+    comm, model = replace(ALL, node=node, secondary=False), nn.Linear(70, 1000)
+    with pretended(num_ranks):
+        mesh = build_mesh(MeshConfig(dp_replicate=1, dp_shard=num_ranks), "cpu")
+        table = placement(model, None, mesh, 3)
+        shards, (rows, names) = CodedShards(comm, mesh, table), (list(table.values()), list(table))
+        whole = torch.zeros(num_ranks, sum(row.row_elements(num_ranks) for row in rows))
+        with count_volume(mesh) as volume:
+            shards.gather(whole, whole[0].clone(), names, mesh["dp_shard"])
+            assert shards.sum(whole, names, mesh["dp_shard"]).shape == whole[0].shape
+    said = [*gather_messages(comm, rows, num_ranks, 4, 1), *sum_messages(comm, rows, num_ranks, 4)]
+    assert volume.bytes == {(kind, axis or "dp_shard"): num_bytes for kind, axis, num_bytes in said if num_bytes}
+    blocks, plain = -(-(-(-1000 // num_ranks) * 70) // 256), 4 * -(-1000 // num_ranks)
+    assert volume.bytes["all_gather", "dp_shard"] == num_ranks * (258 * blocks + plain)
+    assert sum(n for (kind, _), n in volume.bytes.items() if kind == "all_to_all") == (130 * blocks + plain) * (
+        num_ranks * (node > 1) + (num_ranks // node) * (node < num_ranks)
+    )
+
+
 PLAN = ["plan", "--recipe", "debug", "--gpu", "A100", "--check"]
 CODED = "--comm.weights int8 --comm.gradients int4"
 
@@ -95,10 +119,12 @@ CODED = "--comm.weights int8 --comm.gradients int4"
             pytest.param(words, marks=pytest.mark.soak)
             for words in (
                 f"--zero 1 --nproc 3 --microbatch 4 {CODED}",
-                f"--zero 3 --nproc 4096 --data.global-batch 4096 --comm.node 8 --comm.secondary {CODED}",
+                f"--zero 3 --recipe gpt2_124m --nproc 60 --comm.node 4 --comm.secondary --precision bf16 {CODED}",
                 f"--zero 3 --nproc 4 --mesh.tp 2 {CODED}",
                 f"--zero 3 --nproc 2 --comm.secondary {CODED}",
                 f"--zero 2 --nproc 4 --mesh.dp-replicate 2 --comm.node 2 {CODED}",
+                "--nproc 2 --mesh.pp 2 --comm.activations int8 --microbatch 2",
+                "--recipe debug_moe --nproc 2 --mesh.ep 2 --zero 1 --comm.activations int8",
                 "--zero 2 --nproc 3 --comm.weights int4 --comm.gradients int8",
             )
         ),
@@ -176,3 +202,15 @@ def test_nodes_that_ranks_do_not_make(node: int, mesh: MeshShape, said: str) -> 
 def test_options_are_checked(options, said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(ALL, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        (MeshConfig(tp=2), "comm.activations=int8 without stages and without experts that are dealt out: none is sent"),
+        (MeshConfig(tp=4, tp_mode="2d", pp=2), "comm.activations=int8 with mesh.tp_mode=2d: ranks hand on parts"),
+    ],
+)
+def test_activations_that_nobody_sends(mesh: MeshConfig, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        TrainConfig(mesh=mesh, comm=CommConfig(activations="int8"))

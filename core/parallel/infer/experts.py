@@ -83,6 +83,7 @@ class Stacks:
         """The module, which has its rank's experts already, with a forward that sends each row to its expert."""
         axis, inner = sub_mesh(mesh, EXPERT_AXIS), module.forward
         held = experts_held(self.num_experts, axis.size())
+        vars(module)["row_code"] = None
         vars(module).update(dict.fromkeys(self.counts, held[axis.get_local_rank()]))
 
         def own(x_RD: Tensor, rows_E: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class Stacks:
             order_A, rows_E = numbers_A.argsort(stable=True), numbers_A.new_zeros(self.num_experts)
             rows_E = rows_E.index_add(0, numbers_A, torch.ones_like(numbers_A))  # an error for a number beyond
             x_AD = x.reshape(-1, x.shape[-1]).index_select(0, order_A // numbers_TK.shape[1])
-            y_AD = exchanged(own, x_AD, rows_E, held, axis).index_select(0, order_A.argsort())
+            y_AD = exchanged(own, x_AD, rows_E, held, axis, module.row_code).index_select(0, order_A.argsort())
             return _summed(y_AD, weights_TK).view_as(x)
 
         module.forward = forward

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from core.comm.coded_rows import RowCode
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
 from core.config import UserError
 from core.parallel.data import DataParallel
@@ -43,10 +44,12 @@ from core.parallel.pipeline.schedule import Action, Kind, PipelineConfig, Schedu
 from core.parallel.pipeline.shapes import (
     Form,
     Parcel,
+    closed,
     description_of,
     empty_parcel,
     form_of,
     no_description,
+    opened,
     read_description,
 )
 from core.parallel.pipeline.stages import Carried, StageEnd, Stages, check_activation
@@ -76,7 +79,10 @@ class Pipeline(ParallelModel):
     """A model in stages over the pp axis; `inner` spreads the stages of this rank over the data axes.
 
     observe  called after each action with it and the seconds (`time.perf_counter`) at which it began and ended
+    row_code  of the activations that are handed on, and of their gradients; None: they go as they are
     """
+
+    row_code: RowCode | None = None
 
     def __init__(self, inner: DataParallel, stages: Stages, config: PipelineConfig):
         self.model, self.mesh, self.inner, self.stages, self.config = inner.model, inner.mesh, inner, stages, config
@@ -274,8 +280,8 @@ class Pipeline(ParallelModel):
 
     def _send(self, parcel: Parcel, peer: int) -> None:
         dist.send(description_of(form_of(parcel), parcel[0].device), peer, self.group)
-        for tensor in parcel:
-            dist.send(tensor.contiguous(), peer, self.group)
+        for tensor in closed(parcel, self.row_code):
+            dist.send(tensor, peer, self.group)
 
     def _broadcast(self, result: Any, owner: int) -> Any:
         """The owner's result: a tensor, or tensors and plain values in containers."""
@@ -306,10 +312,11 @@ class Pipeline(ParallelModel):
     def _receive(self, peer: int) -> Parcel:
         description = no_description(self.mesh.device_type)
         dist.recv(description, peer, self.group)
-        parcel = empty_parcel(_form_in(description), self.mesh.device_type)
+        form = _form_in(description)
+        parcel = empty_parcel(form, self.mesh.device_type, self.row_code)
         for tensor in parcel:
             dist.recv(tensor, peer, self.group)
-        return parcel
+        return opened(parcel, form, self.row_code)
 
 
 @dataclass(frozen=True)
@@ -346,7 +353,7 @@ class PipelineStep:
         self.total = torch.zeros((), dtype=torch.float64, device=pipeline.mesh.device_type)
         self.held: dict[tuple[int, int], _Held] = {}
         self.passed: dict[Key, Parcel] = {}  # results of this rank that a stage waits for, here or elsewhere
-        self.coming: dict[Key, tuple[Parcel, list[dist.Work]]] = {}
+        self.coming: dict[Key, tuple[Parcel, Form, list[dist.Work]]] = {}
         self.sent: list[tuple[list[dist.Work], Parcel]] = []
         self.last = [action for action in of.ranks[pipeline.rank] if action.releases][-1]
 
@@ -460,9 +467,10 @@ class PipelineStep:
         is_forward = action.kind is Kind.FORWARD
         key = is_forward, action.stage - is_forward, action.microbatch
         if action.kind is not Kind.WEIGHTS and key in self.coming:
-            self.passed[key], works = self.coming.pop(key)
+            parcel, form, works = self.coming.pop(key)
             for work in works:
                 work.wait()
+            self.passed[key] = opened(parcel, form, self.pipeline.row_code)
 
     def _take(self, key: Key) -> Parcel:
         return tuple(tensor.detach() for tensor in self.passed.pop(key))
@@ -473,7 +481,7 @@ class PipelineStep:
         mine = [m.sender == self.pipeline.rank for m in messages]
         self._agree_on_shapes(messages)
         parcels = [
-            tuple(tensor.contiguous() for tensor in self.passed.pop(key)) if sends else self._empty(message)
+            closed(self.passed.pop(key), self.pipeline.row_code) if sends else self._empty(message)
             for key, sends, message in zip(keys, mine, messages)
         ]
         sent = [(*parcel, *self.beside(message)) for message, parcel in zip(messages, parcels)]
@@ -481,12 +489,12 @@ class PipelineStep:
         works = self._post(each)
         if len(works) != len(each):  # NCCL has one for all
             works = works * len(each)
-        for key, sends, parcel, tensors in zip(keys, mine, parcels, sent):
+        for key, sends, message, parcel, tensors in zip(keys, mine, messages, parcels, sent):
             own, works = works[: len(tensors)], works[len(tensors) :]
             if sends:
                 self.sent.append((own, tensors))
             else:
-                self.coming[key] = parcel, own
+                self.coming[key] = parcel, self._form(message), own
         self._wait_for_sends(MOST_UNFINISHED)
 
     def beside(self, message: Message) -> Parcel:
@@ -532,7 +540,10 @@ class PipelineStep:
             self.pipeline._shapes[kind] = _form_in(description)
 
     def _empty(self, message: Message) -> Parcel:
-        return empty_parcel(self.pipeline._shapes[self._kind(message)], self.total.device)
+        return empty_parcel(self._form(message), self.total.device, self.pipeline.row_code)
+
+    def _form(self, message: Message) -> Form:
+        return self.pipeline._shapes[self._kind(message)]
 
     def _wait_for_sends(self, most: int) -> None:
         while len(self.sent) > most:

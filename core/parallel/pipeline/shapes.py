@@ -1,9 +1,12 @@
 """Format and shape of what goes from stage to stage, as a tensor: what a sender says of it before it comes."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from core.comm.coded_rows import RowCode
 
 FORMATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MOST_DIMS = 7
@@ -18,11 +21,32 @@ def form_of(parcel: Sequence[Tensor]) -> Form:
     return parcel[0].dtype, tuple(parcel[0].shape), len(parcel)
 
 
-def empty_parcel(form: Form, device: torch.device | str) -> Parcel:
-    """A parcel of that form; what stands in it is undefined."""
+def empty_parcel(form: Form, device: torch.device | str, code: RowCode | None = None) -> Parcel:
+    """A parcel of that form, closed with that code; what stands in it is undefined."""
     dtype, shape, num_tensors = form
     first = torch.empty(shape, dtype=dtype, device=device)
+    if code is not None:
+        size = math.prod(shape[:-1]), code(shape[-1]).num_bytes(dtype.itemsize)
+        first = torch.empty(size, dtype=torch.uint8, device=device)
     return (first, *(torch.empty(1, dtype=torch.float64, device=device) for _ in range(num_tensors - 1)))
+
+
+def closed(parcel: Parcel, code: RowCode | None) -> Parcel:
+    """The tensors that are sent of a parcel: with a code, each row of the last dim of the first in few bits."""
+    first, *others = (tensor.contiguous() for tensor in parcel)
+    if code is not None:
+        first = code(first.shape[-1]).encode(first.view(-1, first.shape[-1]))
+    return (first, *others)
+
+
+def opened(parcel: Parcel, form: Form, code: RowCode | None) -> Parcel:
+    """The parcel of that form, of what has been sent of it."""
+    if code is None:
+        return parcel
+    dtype, shape, _ = form
+    first = torch.empty(shape, dtype=dtype, device=parcel[0].device)
+    code(shape[-1]).decode(parcel[0], first.view(-1, shape[-1]))
+    return (first, *parcel[1:])
 
 
 def description_of(form: Form, device: torch.device | str) -> Tensor:
