@@ -41,6 +41,7 @@ from apps.fold.model.network import Network
 from apps.fold.output.confidence import Folded, folded
 from apps.fold.output.files import fits_pdb, write_confidence, write_mmcif, write_pdb
 from apps.fold.output.plots import plot, plot_coverage, plot_pairing
+from apps.fold.output.report import AlignmentPicture, add_relaxed, write_report
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.relax import TIME_LIMIT, check_limit, chosen, relax_file, said
@@ -113,6 +114,7 @@ class PredictConfig:
     pdb: bool = True
     """write PDB files, too"""
     plots: bool = True
+    """draw pictures, and write rank_N.html, a report with the structure to turn, which opens without a network"""
     distogram: bool = False
     """write the probabilities of distances, too: rank_N_distogram.npz, of 128 bytes for each pair of residues"""
     relax: Relaxations = "none"
@@ -451,6 +453,9 @@ def _relax(
             name=target.record.safe_name,
             pdb=config.pdb,
         )
+        if config.plots:
+            structure = (unfinished.folder / f"{stem}_relaxed.cif").read_text(encoding="utf-8")
+            add_relaxed(unfinished.folder / f"{stem}.html", structure)
         progress.console.print(f"{of_record}: {said(found)}", markup=False)
 
 
@@ -560,6 +565,10 @@ def _write(folder: Path, stem: str, one: Folded, target: AnyTarget, row: dict[st
     write_confidence(folder, stem, one, {"name": record.name, "sequence": sequence, **row})
     if config.plots:
         plot(folder, stem, one, f"{record.name}, {_named(row)}")
+        structure = (folder / f"{stem}.cif").read_text(encoding="utf-8")
+        alignment = AlignmentPicture(target.letters, target.species)
+        origin = f"{row['model']}, seed {row['seed']}"
+        write_report(folder / f"{stem}.html", one, structure, record.name, origin, alignment, row.get("note", ""))
         _plot_alignment(folder, target)
 
 

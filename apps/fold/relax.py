@@ -20,7 +20,7 @@ from apps.fold.output.confidence import Folded
 from apps.fold.output.files import fits_pdb, write_mmcif, write_pdb
 from apps.fold.relaxation.amber import INSTALL, Amber, find_openmm
 from apps.fold.relaxation.protocol import Minimizer, Relaxed, Structure, Tell, relax
-from apps.fold.relaxation.violations import Violations
+from apps.fold.relaxation.violations import Violations, drawn_apart
 from core.config import UserError, parse
 from core.files import replace_file, replacing
 
@@ -138,7 +138,7 @@ def relax_file(
     chains = read_structure(path)
     if is_mmcif(path):
         _check_complete(path)
-    found = relax(chains, minimizer, limit_s, tell)
+    found = relax(chains, minimizer, limit_s, tell, drawn_apart)
     title = f"{_title(path)}, relaxed ({found.method})"
     one = Folded(
         "".join(chain.sequence for chain in found.chains),

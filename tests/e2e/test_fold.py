@@ -88,7 +88,7 @@ def test_predict_complexes(tmp_path: Path, weights: Path, capsys) -> None:
     assert err.count("error:") == 2
     assert "trimer: 1 rows of several chains are paired of 1 species (HUMAN 1)" in said
     out = tmp_path / "out" / "trimer"
-    for drawn in ("coverage.png", "pairing.png", "rank_1_structure.png"):
+    for drawn in ("coverage.png", "pairing.png", "rank_1_structure.png", "rank_1.html"):
         assert (out / drawn).stat().st_size > 5000, drawn
     confidence = json.loads((out / "rank_1_confidence.json").read_text())
     assert confidence["chains"] == ["A", "B", "C"]

@@ -3,5 +3,6 @@
 confidence.py  numbers of a prediction
 files.py       mmCIF, PDB, json and npz
 plots.py       PNGs
+report.py      HTML, with a view of the structure; what of it is not Python lies in page/
 unfinished.py  the folder of a record while its predictions are made
 """

@@ -11,8 +11,8 @@ from apps.fold.model import residues
 from apps.fold.output.confidence import Folded
 
 # Bands of confidence and their colours, as the AlphaFold database has them.
-_BANDS = ((0, 50, "#ff7d45"), (50, 70, "#ffdb13"), (70, 90, "#65cbf3"), (90, 100, "#0053d6"))
-_SPECIES = 30  # by name, in a plot
+BANDS = ((0, 50, "#ff7d45"), (50, 70, "#ffdb13"), (70, 90, "#65cbf3"), (90, 100, "#0053d6"))
+SPECIES = 30  # by name, in a plot
 
 
 def plot(folder: Path, stem: str, folded: Folded, title: str) -> None:
@@ -56,7 +56,7 @@ def _borders(folded: Folded) -> list[float]:
 
 def _draw_plddt(axes: Any, folded: Folded) -> None:
     numbers = range(1, len(folded.plddt) + 1)
-    for low, high, colour in _BANDS:
+    for low, high, colour in BANDS:
         axes.axhspan(low, high, color=colour, alpha=0.2, linewidth=0)
     axes.plot(numbers, folded.plddt, color="#333333", linewidth=1.2)
     axes.set(xlabel="residue", ylabel="pLDDT", ylim=(0, 100), xlim=(1, max(2, len(folded.plddt))))
@@ -109,7 +109,7 @@ def _draw_structure(axes: Any, folded: Folded) -> None:
 
 
 def _colour(plddt: float) -> str:
-    return next((colour for _, high, colour in _BANDS if plddt < high), _BANDS[-1][2])
+    return next((colour for _, high, colour in BANDS if plddt < high), BANDS[-1][2])
 
 
 def plot_coverage(folder: Path, letters_SN: np.ndarray, lengths: tuple[int, ...], title: str) -> None:
@@ -146,7 +146,7 @@ def plot_pairing(folder: Path, counts: Counter[str], title: str) -> None:
     """pairing.png: paired rows of each species, of the 30 that have most."""
     from matplotlib.figure import Figure
 
-    named = counts.most_common(_SPECIES)
+    named = counts.most_common(SPECIES)
     figure = Figure(figsize=(8, 3))
     axes = figure.add_axes((0.09, 0.24, 0.895, 0.65))
     axes.bar(range(len(named)), [count for _, count in named], color="#65cbf3")

@@ -17,7 +17,7 @@ import torch
 
 from apps.fold.model import residues
 from apps.fold.output.files import Atom
-from apps.fold.relaxation.protocol import STIFFNESS, End, Round, Structure, Tell
+from apps.fold.relaxation.protocol import STIFFNESS, End, Round, Structure, Tell, Unstable
 from core.config import UserError
 
 TOLERANCE = 10.0  # kJ/mol/nm: the root of the mean square of the force at which a minimization has converged
@@ -99,7 +99,7 @@ class Amber:
         try:
             openmm.LocalEnergyMinimizer.minimize(self._context, TOLERANCE, 0, watch)
         except openmm.OpenMMException as error:
-            raise UserError(f"OpenMM cannot minimize this structure: {str(error).splitlines()[0]}") from error
+            raise Unstable(f"OpenMM cannot minimize this structure: {str(error).partition('.  ')[0]}") from error
         self._positions = self._read()
         return Round(before, self._energy(), watch.iterations, watch.end)
 
@@ -133,6 +133,8 @@ class Amber:
                 fixer.findMissingAtoms()
                 fixer.addMissingAtoms(seed=0)
                 fixer.addMissingHydrogens(7.0)
+            except (self._packages.openmm.OpenMMException, ZeroDivisionError) as error:
+                raise Unstable(f"PDBFixer cannot complete this structure: {error}") from error
             except (ValueError, KeyError) as error:
                 raise UserError(f"PDBFixer cannot complete this structure: {str(error).splitlines()[0]}") from error
         rows = [atom.residue.index for atom in fixer.topology.atoms()]
@@ -144,7 +146,7 @@ class Amber:
         state = self._context.getState(getPositions=True)
         found = np.array(state.getPositions(asNumpy=True)._value)
         if not np.isfinite(found).all():
-            raise UserError("OpenMM's minimization went to coordinates that are not finite; give --method violations")
+            raise Unstable("OpenMM's minimization went to coordinates that are not finite; give --method violations")
         return found
 
     def _energy(self) -> float:

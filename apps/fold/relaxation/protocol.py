@@ -5,7 +5,8 @@
        residues that violated it in any round before are held no longer
 
 Other than there a round ends also at a plateau of its energy, and all of them together at a limit of time: then the
-best that was reached is the result, and the report says so.
+best that was reached is the result, and the report says so. Where atoms lie on each other, so that a force field's
+energy is no number, they are drawn apart before the first round.
 
 Shapes: N residues, A = 14 atoms.
 """
@@ -58,8 +59,12 @@ class Round:
     end: End
 
 
+class Unstable(UserError):
+    """Atoms lie on each other, and the energy is no number."""
+
+
 class Minimizer(Protocol):
-    """Keeps a structure's atoms and moves them.
+    """Keeps a structure's atoms and moves them; raises Unstable where they lie on each other.
 
     method  its name, for reports
     minimize(held_N, deadline, tell)  moves them, those of residues of held_N held where they are now; ends by deadline,
@@ -126,9 +131,11 @@ def relax(
     minimizer: Callable[[Structure], Minimizer],
     limit_s: float,
     tell: Tell = lambda text: None,
-    max_rounds: int = MAX_ROUNDS,
+    drawn_apart: Callable[[Structure, float], Structure] | None = None,
 ) -> Relaxed:
     """Chains relaxed, in at most limit_s seconds but for the step that is being taken then.
+
+    drawn_apart(structure, deadline)  a structure to begin with where the minimizer finds the given one Unstable
 
     Raises UserError for a residue that is none of the twenty amino acids, and for what the minimizer cannot take.
     """
@@ -136,19 +143,16 @@ def relax(
     structure = structure_of(chains)
     rules = Stereochemistry(structure.aatype_N, structure.exists_NA, structure.follows_N)
     before = rules.violating(torch.from_numpy(structure.atoms_NA3))
-    moving = minimizer(structure)
+    try:
+        moving = minimizer(structure)
+        rounds = _rounds(moving, structure, begun + limit_s, tell)
+    except Unstable:
+        if drawn_apart is None:
+            raise
+        tell("drawing atoms apart that lie on each other")
+        moving = minimizer(drawn_apart(structure, begun + limit_s))
+        rounds = _rounds(moving, structure, begun + limit_s, tell)
     rules = Stereochemistry(structure.aatype_N, moving.placed_NA, structure.follows_N)
-    rounds: list[Round] = []
-    violating, free = before, np.zeros(len(before), bool)
-    while not rounds or (violating.any() and len(rounds) < max_rounds):
-        if time.monotonic() - begun >= limit_s:
-            break
-        say = _numbered(tell, len(rounds) + 1)
-        rounds.append(moving.minimize(~free, begun + limit_s, say))
-        violating = rules.violating(torch.from_numpy(moving.positions()))
-        free |= violating
-        if rounds[-1].end == "limit of time":
-            break
     final = moving.positions()
     there = structure.exists_NA.astype(bool)
     shift = ((final - structure.atoms_NA3)[there] ** 2).sum(-1)
@@ -162,6 +166,19 @@ def relax(
         float(np.sqrt(shift.mean())),
         time.monotonic() - begun,
     )
+
+
+def _rounds(moving: Minimizer, structure: Structure, deadline: float, tell: Tell) -> list[Round]:
+    rules = Stereochemistry(structure.aatype_N, moving.placed_NA, structure.follows_N)
+    rounds: list[Round] = []
+    violating, free = np.ones(len(structure.aatype_N), bool), np.zeros(len(structure.aatype_N), bool)
+    while violating.any() and len(rounds) < MAX_ROUNDS and time.monotonic() < deadline:
+        rounds.append(moving.minimize(~free, deadline, _numbered(tell, len(rounds) + 1)))
+        violating = rules.violating(torch.from_numpy(moving.positions()))
+        free |= violating
+        if rounds[-1].end == "limit of time":
+            break
+    return rounds
 
 
 def _numbered(tell: Tell, number: int) -> Tell:

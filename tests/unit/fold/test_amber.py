@@ -1,6 +1,7 @@
 """Relaxation by OpenMM beside a script of OpenMM's own calls, and its limits."""
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from apps.fold.relaxation.amber import Amber
-from apps.fold.relaxation.protocol import relax
+from apps.fold.relaxation.protocol import Unstable, relax
+from apps.fold.relaxation.violations import drawn_apart
 from apps.fold.score import compare
 from core.config import UserError
 from tests.support.clashes import chain, clashing, num_clashes, one_chain_pdb
@@ -52,6 +54,25 @@ def test_a_relaxation_by_openmm_ends_by_its_limit_of_time() -> None:
     assert time.monotonic() - begun < 2.0
     assert found.rounds[0].end == "limit of time"
     assert found.rounds[0].energy_after < found.rounds[0].energy_before
+
+
+def test_a_heap_of_atoms_is_drawn_apart_first() -> None:
+    one = chain("1ejg.pdb")
+    part = slice(0, 10)
+    heap = replace(
+        one,
+        sequence=one.sequence[part],
+        numbers=one.numbers[part],
+        positions=np.round(0.02 * one.positions[part]),  # on a grid of 1 Angstrom: most of them in one place
+        mask=one.mask[part],
+        b_factors=one.b_factors[part],
+    )
+    with pytest.raises(Unstable):
+        relax([heap], Amber, 10.0)
+    found = relax([heap], Amber, 10.0, drawn_apart=drawn_apart)
+    assert found.seconds < 11
+    assert len(found.violations_before) == 10
+    assert len(found.violations_after) < 10
 
 
 def test_missing_atoms_are_placed_and_hydrogens_are_where_they_were_before() -> None:
