@@ -220,6 +220,14 @@ def _watch() -> Watch:
     return Watch(connection_to_store(), dist.get_rank(), dist.get_world_size())
 
 
+def gloo_group(store: dist.Store, prefix: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    """A group of gloo that torch.distributed does not know of, of processes that are not in one process group.
+
+    It comes and goes by itself: no other group counts it. Making it waits for all of its ranks.
+    """
+    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, timedelta(seconds=timeout_s))
+
+
 def watch_steps(hang_after: float | None, device: torch.device) -> HangWatch:
     """Make the watch that ends a run of this process group's ranks whose step does not end.
 

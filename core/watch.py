@@ -36,7 +36,7 @@ class Watch:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._left = threading.Event()
         self._neighbours: dict[int, int] = {}
-        self._here = _place()
+        self._here = place()
         store.set(f"watch/process/{rank}", f"{self._here} {os.getpid()}")
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
@@ -48,7 +48,7 @@ class Watch:
         """Wait until a rank that failed has ended and its launcher has seen it: its exit code is that of the job."""
         with contextlib.suppress(RuntimeError):  # the store has gone with it
             end = time.monotonic() + GRACE_S / 2  # before the watch ends this rank
-            while (process := self._process(rank)) and _exists(process) and time.monotonic() < end:
+            while (process := self._process(rank)) and exists(process) and time.monotonic() < end:
                 time.sleep(0.05)
         time.sleep(INTERVAL_S)
 
@@ -83,7 +83,7 @@ class Watch:
         """A rank of this machine whose process has ended without a word."""
         for rank in range(self._num_ranks):
             process = self._process(rank)
-            if process and not _exists(process) and not self._store.check([f"watch/left/{rank}"]):
+            if process and not exists(process) and not self._store.check([f"watch/left/{rank}"]):
                 return rank
         return None
 
@@ -95,17 +95,20 @@ class Watch:
         return self._neighbours.get(rank, 0)
 
 
-def _place() -> str:
-    """Within this, process numbers mean the same: a machine, and a container of it."""
+def place() -> str:
+    """Where this process is: within this, process numbers mean the same: a machine, and a container of it."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else os.getpid()}"
 
 
-def _exists(process: int) -> bool:
+def exists(process: int) -> bool:
+    """Return whether a process of this place has not ended."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
+    with contextlib.suppress(OSError):  # one that has ended stays until its parent has asked how
+        return not Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].startswith("Z")
     return True

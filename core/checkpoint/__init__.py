@@ -11,7 +11,7 @@ form of parallelism cut it, this package does not know.
 """
 
 from core.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from core.checkpoint.rng import rng_state, set_rng_state
+from core.checkpoint.rng import rng_state, rng_text, set_rng_state, set_rng_text
 from core.checkpoint.shards import staged_bytes
 from core.checkpoint.stored import Stored, StoredTensor, complete_steps, inspect, iterate_full, read_full
 
@@ -25,6 +25,8 @@ __all__ = [
     "iterate_full",
     "read_full",
     "rng_state",
+    "rng_text",
     "set_rng_state",
+    "set_rng_text",
     "staged_bytes",
 ]

@@ -30,6 +30,20 @@ def set_rng_state(state: dict[str, Tensor | bytes]) -> None:
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 
+def rng_text() -> dict[str, str]:
+    """`rng_state` as what JSON can hold."""
+    state = rng_state()
+    return {n: bytes(v if isinstance(v, bytes) else v.cpu().numpy().tobytes()).hex() for n, v in state.items()}
+
+
+def set_rng_text(text: dict[str, str]) -> None:
+    """Continue where `rng_text` was taken."""
+    found: dict[str, Tensor | bytes] = {name: bytes.fromhex(value) for name, value in text.items()}
+    for name in {"torch", "cuda"} & text.keys():
+        found[name] = torch.from_numpy(np.frombuffer(_bytes(found[name]), np.uint8).copy())
+    set_rng_state(found)
+
+
 def _tensor(value: Tensor | bytes) -> Tensor:
     assert isinstance(value, Tensor)
     return value

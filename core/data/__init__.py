@@ -1,6 +1,15 @@
 """Files to batches: readers of documents, memory-mapped token shards, mesh-independent resumable batches."""
 
-from core.data.batches import Batches, EvalBatches, GlobalBatches, MapBatches, PairBatches, TokenBatches
+from core.data.batches import (
+    Batches,
+    EvalBatches,
+    GlobalBatches,
+    MapBatches,
+    PairBatches,
+    TokenBatches,
+    rows_of_step,
+    some_rows,
+)
 from core.data.masked import EVALUATION_PASSES, MaskedBatches, MaskedEvalBatches
 from core.data.prefetch import Prefetch
 from core.data.ramp import BatchSize, RampConfig
@@ -26,5 +35,7 @@ __all__ = [
     "TextSource",
     "TokenBatches",
     "TokenShards",
+    "rows_of_step",
+    "some_rows",
     "split_of",
 ]

@@ -15,6 +15,7 @@ cross documents, `documents[B, L]` (0, 1, … within a row) and `positions[B, L]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -48,6 +49,21 @@ def rows_of_rank(global_batch: int, rank: int, num_ranks: int) -> range:
         )
     rows = global_batch // num_ranks
     return range(rank * rows, (rank + 1) * rows)
+
+
+def rows_of_step(batches: Batches, step: int) -> int:
+    """The rows of the global batch of a step; of batches that do not tell their size, by reading it."""
+    size = getattr(batches, "global_batch", None)
+    if isinstance(size, BatchSize):
+        return size.rows(step)
+    return len(next(iter(batches.batch(step, 0, 1).values())))
+
+
+def some_rows(batches: Batches, step: int, rows: range, num_rows: int) -> dict[str, Tensor]:
+    """Any rows of a step's global batch, which has `num_rows`: those of so many ranks that each has a part of them."""
+    size = math.gcd(rows.start, len(rows), num_rows)
+    parts = [batches.batch(step, row // size, num_rows // size) for row in rows[::size]]
+    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def shuffled(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:

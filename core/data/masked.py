@@ -39,6 +39,7 @@ class MaskedBatches:
 
     def __init__(self, batches: Batches, shards: TokenShards, seed: int, *, mask_id: int):
         self.batches, self.seed, self.mask_id = batches, seed, mask_id
+        self.global_batch = getattr(batches, "global_batch", None)
         self.special, self.vocab_size = special_tokens(shards), shards.vocab_size
 
     def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:

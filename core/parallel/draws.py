@@ -227,6 +227,10 @@ class Draws:
         finally:
             self._now = before
 
+    def forget(self) -> None:
+        """Know no call any more: torch's generator is put back, and what draws the same numbers may have other rows."""
+        self._step, self._calls, self._earlier = None, {}, {}
+
     def adopt(self, owner: nn.Module) -> None:
         """Draw, from now on, for a module that calls functional dropout, also where it is recomputed."""
         if id(owner) not in self._owners:

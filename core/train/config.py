@@ -8,6 +8,7 @@ from typing import ClassVar
 from core.checkpoint import CheckpointConfig
 from core.compose import ParallelConfig
 from core.config import UserError, require_device
+from core.members import parse_address
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
 from core.optim.sgd import SgdConfig
@@ -30,6 +31,34 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """Replicas that come and go."""
+
+    store: str | None = None
+    """HOST:PORT where the replicas of a run, each a launch of its own with the same options, find each other, join and
+    are missed; where HOST is this machine and nobody listens, a store is started. None: the launch is the run"""
+    min: int = 1
+    """replicas that a step takes at least; with fewer the run saves and waits"""
+    lost_after: float = 5.0
+    """seconds without a sign of life after which a replica is taken for lost"""
+
+    def __post_init__(self) -> None:
+        if self.store is not None:
+            parse_address(self.store)
+        if self.min < 1:
+            raise UserError(f"elastic.min={self.min}; give a number of replicas, at least 1")
+        if not 1 <= self.lost_after < float("inf"):
+            raise UserError(f"elastic.lost_after={self.lost_after}; give seconds, at least 1")
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.store is not None:
+            return {}
+        why = "without elastic.store, through which replicas find each other; give --elastic.store localhost:29400"
+        return dict.fromkeys(("min", "lost_after"), why)
+
+
+@dataclass(frozen=True)
 class TrainConfig(ParallelConfig):
     """A training run: how the model runs (see ParallelConfig), on which mesh, for how long, and what is kept of it."""
 
@@ -43,6 +72,9 @@ class TrainConfig(ParallelConfig):
 
     CHOOSES_SEGMENTS: ClassVar[bool] = False
     """Whether its command finds what recompute.mode budget computes again."""
+
+    ELASTIC: ClassVar[bool] = True
+    """Whether replicas of its command may come and go."""
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
     steps: int = 1000
@@ -68,6 +100,8 @@ class TrainConfig(ParallelConfig):
     noise_scale_steps: int = 200
     """steps that its numerator and its denominator are averaged over; only read with noise_scale"""
     log: LogConfig = field(default_factory=LogConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    """data parallelism over launches that come and go"""
     device: str = "auto"
     """cpu or cuda; auto: CUDA where there is one"""
     matmul_precision: MatmulPrecision = "highest"
@@ -100,6 +134,8 @@ class TrainConfig(ParallelConfig):
         self.comm.check_activations(self.mesh)
         if self.rounds is not None:
             self._check_workers(self.rounds)
+        if self.elastic.store is not None:
+            self._check_elastic()
         self.check_pipeline(self.mesh.pp)
         self._check_correction()
         if self.microbatch is not None and self.pipeline.microbatches is not None:
@@ -207,6 +243,30 @@ class TrainConfig(ParallelConfig):
                 ): spec_of(self.optim.name).looks,
             },
         )
+
+    def _check_elastic(self) -> None:
+        """Raises UserError for what replicas that come and go cannot do."""
+        schedule = self.pipeline.schedule
+        for there, given, why, instead in (
+            (not self.ELASTIC, "this command", "its data is prepared by one launch", "megalith llm"),
+            (self.local.asynchronous is not None, f"local.async={self.local.asynchronous}",
+             "its workers never take a step together", "no --local.async"),
+            (self.local.every > 0, f"local.every={self.local.every}", "its workers are ranks of one launch",
+             "no --local.every"),
+            (self.comm.compress is not None, f"comm.compress={self.comm.compress}",
+             "what was not sent yet is lost with a replica", "no --comm.compress"),
+            (self.gemini.budget is not None, f"gemini.budget={self.gemini.budget}",
+             "masters lie on two sides, and a joining replica would have to place them alike", "no budget"),
+            (self.noise_scale, "noise_scale", "no rank has the gradient of the whole batch", "no --noise-scale"),
+            (spec_of(self.optim.name).looks, f"optim.name={self.optim.name}",
+             "it looks at the curvature of the whole batch", "--optim.name adamw or muon"),
+            (SCHEDULES[schedule].runs_ahead, f"pipeline.schedule={schedule}",
+             "steps begin before the one before has ended", "--pipeline.schedule 1f1b"),
+        ):  # fmt: skip
+            if there:
+                raise UserError(
+                    f"elastic.store={self.elastic.store} with {given}: {why}; use {instead}, or no --elastic.store"
+                )
 
     def _check_noise_scale(self) -> None:
         """Raises UserError where no rank has the gradient of its own rows, or its shards, before they are reduced."""

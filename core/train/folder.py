@@ -51,18 +51,33 @@ def checkpoint_path(path: Path) -> Path:
     return path
 
 
+def dotted(value: Any, name: str = "") -> dict[str, Any]:
+    """Dotted name -> leaf of a JSON value."""
+    if not isinstance(value, dict):
+        return {name: value}
+    found = {}
+    for key, inner in value.items():
+        found |= dotted(inner, f"{name}.{key}" if name else key)
+    return found
+
+
 @contextmanager
 def open_run(config: TrainConfig, runtime: Runtime) -> Iterator[None]:
     """The run's folder is this run's for the length of the block; config.json tells what produces it.
 
+    Of an elastic run the replica that leads does it by itself (`core.train.elastic`).
+
     Raises UserError, alike on every rank, where another run holds the folder or it cannot be written.
     """
+    if config.elastic.store is not None:
+        yield
+        return
     with ExitStack() as stack:
         said = None
         if runtime.leads:
             try:
                 stack.enter_context(hold(config.out))
-                _write_config(config)
+                write_config(config)
             except (UserError, OSError) as error:
                 said = in_one_line(error)
                 if said is None:
@@ -72,7 +87,7 @@ def open_run(config: TrainConfig, runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def _write_config(config: TrainConfig) -> None:
+def write_config(config: TrainConfig) -> None:
     """config.json of the run, before it trains: what produced this folder, also when it is interrupted."""
     if config.resume is None and complete_steps(config.out / "checkpoints"):
         return  # a folder that holds a run is refused by `fit`, with its config as it was

@@ -48,6 +48,7 @@ from core.precision import LossScale, compute_dtype, set_matmul_precision
 from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
 from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
+from core.train.elastic import fit_elastically
 from core.train.folder import changes, nothing_to_do, run_log
 from core.train.meter import Meter
 from core.train.noise import NoiseScale
@@ -111,6 +112,12 @@ def fit(
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
     seed_everything(config.seed + _drawing_rank(parallel.whole_mesh))
+    if config.elastic.store is not None:
+        step_of = partial(train_step, state, loss=loss, weight=weight, config=config)
+        sample = _sample(parallel, batches, loss, config)
+        figures = None if evaluate is None else partial(_evaluated, parallel, evaluate)
+        meter = Meter(parallel, config, runtime, flops_per_token)
+        return fit_elastically(state, batches, config, runtime, meter, step_of, sample, figures)
     with ExitStack() as stack:
         hangs = stack.enter_context(watch_steps(config.hang_after, parallel.device))
         with hangs.step("what comes before the first step", counts=False):
@@ -264,7 +271,7 @@ def train_step(
         sizes = [rows for *_, rows in microbatches]
         if curvature is not None and curvature.solves:
             figures = _minimise(state, microbatches, rates, step, stop_requested())
-            return figures | {"tokens": num_tokens(batch) * axis.size()}
+            return figures | {"tokens": num_tokens(batch) * _rows_of_all(state, batch) // _rows(batch)}
         if curvature is not None:
             curvature.look(microbatches, weights.tolist(), float(whole) or 1.0, loss, step, scale)
         if parallel.coded is not None:
@@ -273,6 +280,8 @@ def train_step(
         parallel.reduce()
         if parallel.local is not None:
             parallel.local.share_gradients(step)
+        if state.elastic is not None:
+            mean = state.elastic.exchange(whole, mean)
         squares = None if state.noise is None else state.noise.take(sizes, axis.size())
         whole = gradient_norm(parallel.masters.values(), parallel.mesh)
         read = state.read_step(mean, whole, stop_requested(), squares)
@@ -316,7 +325,7 @@ def train_step(
         figures |= parallel.compression.row()
     if parallel.coded is not None:
         figures |= parallel.coded.row()
-    return figures | {"tokens": num_tokens(batch) * axis.size()}
+    return figures | {"tokens": num_tokens(batch) * _rows_of_all(state, batch) // _rows(batch)}
 
 
 def _asynchronous_step(
@@ -347,11 +356,21 @@ def _asynchronous_step(
     return figures | {"wait_s": told.wait_s, "tokens": told.tokens}
 
 
+def _rows(batch: dict[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _rows_of_all(state: TrainState, batch: dict[str, Tensor]) -> int:
+    """The rows of a step on all ranks, of which this one has a batch."""
+    if state.elastic is not None:
+        return state.elastic.num_rows
+    return _rows(batch) * data_axis(state.parallel.whole_mesh).size()
+
+
 def _rates(state: TrainState, batch: dict[str, Tensor], config: TrainConfig, step: int) -> list[float]:
     """The learning rate of each parameter group in a step."""
-    schedule, ranks = config.optim.schedule, data_axis(state.parallel.whole_mesh).size()
-    rows = len(next(iter(batch.values()))) * ranks
-    factor = batch_factor(rows, schedule)
+    schedule = config.optim.schedule
+    factor = batch_factor(_rows_of_all(state, batch), schedule)
     return [learning_rate(step, config.steps, own * factor, schedule) for own in state.learning_rates]
 
 
@@ -418,10 +437,10 @@ def _work(
     parts = _microbatches(batch, config, device)
     weights = torch.stack([weight(part).to(device, torch.float64, non_blocking=True) for part in parts])
     whole_weight = weights.sum()
-    if parallel.asynchronous is not None:  # where these rows weigh nothing, others' do
-        whole_weight = whole_weight.clamp(min=torch.finfo(torch.float64).tiny)
-    elif axis.size() > 1:
+    if parallel.asynchronous is None and axis.size() > 1:
         dist.all_reduce(whole_weight, group=axis.get_group())
+    if parallel.asynchronous is not None or state.elastic is not None:  # where these rows weigh nothing, others' do
+        whole_weight = whole_weight.clamp(min=torch.finfo(torch.float64).tiny)
     if parallel.local is not None:
         parallel.local.begin_step(whole_weight)
 
@@ -435,10 +454,10 @@ def _work(
             value = loss(parallel.model, part)
         return value * share.to(torch.promote_types(value.dtype, torch.float32))
 
-    sizes = [len(next(iter(part.values()))) for part in parts]
-    first_rows = [
-        data_axis(parallel.whole_mesh).get_local_rank() * sum(sizes) + before for before in accumulate([0, *sizes[:-1]])
-    ]
+    sizes = [_rows(part) for part in parts]
+    data_rank, rows = data_axis(parallel.whole_mesh).get_local_rank(), sum(sizes)
+    first = data_rank * rows if state.elastic is None else state.elastic.first_row(data_rank, rows)
+    first_rows = [first + before for before in accumulate([0, *sizes[:-1]])]
     shares = (weights / whole_weight).unbind()
     microbatches = [Microbatch(*each) for each in zip(parts, shares, first_rows, sizes, strict=True)]
     return microbatches, share_of_loss, weights, whole_weight

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,32 @@ from core.train.folder import checkpoint_path
 from core.train.noise import NoiseScale
 
 MOST_SKIPPED_IN_A_ROW = 20
+RandomState = dict[str, Tensor | bytes]
 NO_CORRECTION = {"name": "none", "count": 0}
 """of checkpoints that were written before there were any"""
+
+
+class Elastic(Protocol):
+    """Replicas that share a step's rows, and come and go (`core.train.elastic`).
+
+    num_rows  of the step's whole batch
+    """
+
+    num_rows: int
+
+    def first_row(self, data_rank: int, rows: int) -> int:
+        """The place in the whole batch of the first row of a data rank of this replica, which has so many."""
+        ...
+
+    def exchange(self, weight: Tensor, mean: Tensor) -> Tensor:
+        """Make the masters' gradients, complete in this replica, those of all rows.  Returns their loss.
+
+        weight  of this replica's rows
+        mean    this rank's part of their loss
+
+        Raises `core.members.Aborted` on all replicas, or on none.
+        """
+        ...
 
 
 class TrainState:
@@ -54,6 +78,7 @@ class TrainState:
         self.loss = float("nan")
         self.begun = deque[tuple[Work, StepTally]]()  # a pipeline's next steps, as far as the last one has begun them
         self.norms: dict[int, float] = {}  # of gradients of the latest steps, for a pipeline whose stages clip by them
+        self.elastic: Elastic | None = None
         self._skipped_in_a_row = 0
         if parallel.ahead is not None:
             loss_scale.remembers = parallel.ahead.depth
@@ -93,7 +118,15 @@ class TrainState:
         return {name: state_tensors(self.optimizer, master) for name, master in self.parallel.masters.items()}
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
-        self._make_optimizer_state()  # of what has none: it took part in no step, or every step was skipped
+        checkpointer.save(step, self.complete_tensors(), self.record(), rng_state())
+
+    def complete_tensors(self) -> dict[str, Tensor]:
+        """`tensors`, with the optimizer's state of what has none: it took part in no step, or all were skipped."""
+        self._make_optimizer_state()
+        return self.tensors()
+
+    def record(self) -> dict[str, Any]:
+        """All that is saved and is no tensor, JSON-able, alike on every rank."""
         values: dict[str, Any] = {"values": self.values, "loss_scale": self.loss_scale.state()}
         values["schedule"] = self.parallel.schedule_name
         values["correction"] = {"name": self._correction, "count": self.parallel.correction.count}
@@ -108,7 +141,7 @@ class TrainState:
             values["noise_scale"] = self.noise.state()
         if self.parallel.compression is not None:
             values["compression"] = self.parallel.compression.record()
-        checkpointer.save(step, self.tensors(), values, rng_state())
+        return values
 
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
         """Take over a checkpoint, of whatever mesh.  Returns its step.
@@ -122,16 +155,36 @@ class TrainState:
         self._require_correction(saved)
         comm = self._compression_to_fill(saved)
         self._require_rounds(saved)
+        step = 0
+
+        def fill(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], RandomState | None]:
+            nonlocal step
+            step, values, random = checkpointer.load(at, tensors)
+            return values, random
+
+        self.take(fill, comm)
+        return step
+
+    @torch.no_grad()
+    def take(
+        self,
+        fill: Callable[[dict[str, Tensor]], tuple[dict[str, Any], RandomState | None]],
+        comm: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Take over the state of a run.
+
+        fill  fills `tensors` in place, and returns the `record` and this rank's random state, where that is to be had
+        comm  see `tensors`
+        """
         self._make_optimizer_state()
-        with torch.no_grad():
-            optim = self._optimizer_tensors()
-            step, values, random = checkpointer.load(at, self.tensors(optim, comm))
-            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
-            for name, loaded in optim.items():
-                restore_state(self.optimizer, self.parallel.masters[name], loaded)
-            if self.parallel.local is not None:
-                self.parallel.local.restored()
-            self.parallel.publish()
+        optim = self._optimizer_tensors()
+        values, random = fill(self.tensors(optim, comm))
+        self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
+        for name, loaded in optim.items():
+            restore_state(self.optimizer, self.parallel.masters[name], loaded)
+        if self.parallel.local is not None:
+            self.parallel.local.restored()
+        self.parallel.publish()
         if comm and self.parallel.compression is not None:
             self.parallel.compression.take(values["compression"], comm)
         self.loaded = values["values"]
@@ -143,7 +196,6 @@ class TrainState:
             self.noise.load_state(values["noise_scale"])
         if random is not None:
             set_rng_state(random)
-        return step
 
     def _require_schedule(self, saved: dict[str, Any]) -> None:
         name, own = saved.get("schedule", "1f1b"), self.parallel.schedule_name
@@ -368,18 +420,20 @@ def _alike(mesh: DeviceMesh) -> int:
     return math.prod(axis_size(mesh, axis) for axis in alike)
 
 
-def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig) -> int | None:
+def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig, again: bool = False) -> int | None:
     """Load what `config.resume` names.  Returns the step to go on from; None for a fresh run.
+
+    again  the run itself goes on, from what it has saved last
 
     Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
     """
     latest = agreed(checkpointer.latest())  # file systems need not show all ranks the same at once
-    if config.resume is None:
+    if config.resume is None and not again:
         if latest is not None:
             raise UserError(
                 f"{config.out} already holds a run (step {latest}); add --resume to continue it, or give another --out"
             )
         return None
-    if config.resume == "auto":
+    if config.resume in (None, "auto") or (again and latest is not None):
         return None if latest is None else state.load(checkpointer, None)
     return state.load(checkpointer, checkpoint_path(Path(config.resume)))

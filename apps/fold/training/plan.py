@@ -61,6 +61,7 @@ class FoldTrainPlanConfig(PlannedRun, FoldTrainConfig):
 WITHOUT_EFFECT = (
     *("seed", "out", "resume", "device", "compile", "hang_after", "evaluate_every", "matmul_precision", "note"),
     *("noise_scale", "noise_scale_steps"),
+    *("elastic.store", "elastic.min", "elastic.lost_after"),
     *("stop_after", "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard"),
     *("log.wandb_project", "data.structures", "data.alignments", "data.max_template_date", "data.validation"),
     *("data.min_residues", "data.max_resolution", "data.cache", "data.decoys", "optim.lr", "optim.clip_norm"),

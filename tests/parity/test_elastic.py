@@ -1,0 +1,213 @@
+"""Replicas that are killed, stopped and join: losses of a run that nobody disturbs, and every row is seen once."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from core.checkpoint import read_full
+from core.train import TrainConfig
+from core.train.elastic import shares
+from tests.support.elastic import ROWS, config, dealt_out, fork, replica, rows, said, store, train, wait_for_step
+
+LIMIT_S = 10.0
+"""from a kill to the next step"""
+START_S = 120.0
+
+
+class Replicas:
+    """Those of one run; none outlives the test."""
+
+    def __init__(self, given: TrainConfig, folder: Path, pause_s: float):
+        self.given, self.folder, self.pause_s = given, folder, pause_s
+        self.all: list[BaseProcess] = []
+
+    @property
+    def alive(self) -> list[BaseProcess]:
+        return [process for process in self.all if process.is_alive()]
+
+    def start(self, number: int = 1) -> None:
+        for _ in range(number):
+            self.all.append(replica(self.given, self.folder / f"said-{len(self.all)}", self.pause_s))
+
+    def step(self) -> int:
+        found = rows(self.given.out)
+        return found[-1]["step"] if found else 0
+
+    def wait_for_step(self, step: int, limit_s: float = LIMIT_S) -> float:
+        return wait_for_step(self.given.out, step, limit_s, self.all)
+
+    def wait_for_members(self, number: int) -> None:
+        """Until a step is taken by so many."""
+        begin = time.monotonic()
+        while not (found := rows(self.given.out)) or found[-1]["replicas"] < number:
+            assert time.monotonic() - begin < START_S
+            time.sleep(0.02)
+
+    def wait_to_say(self, words: str, limit_s: float = LIMIT_S) -> str:
+        """Until one of them says so.  Returns what it has said."""
+        begin = time.monotonic()
+        while True:
+            for path in self.folder.glob("said-*"):
+                if words in said(path):
+                    return said(path)
+            assert time.monotonic() - begin < limit_s, words
+            time.sleep(0.02)
+
+    def end(self, limit_s: float = START_S) -> list[int | None]:
+        """Wait for all.  Returns their exit codes."""
+        for process in self.all:
+            process.join(limit_s)
+        return [process.exitcode for process in self.all]
+
+    def kill(self) -> None:
+        for process in self.alive:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGCONT)
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def kept() -> TCPStore:
+    return store()
+
+
+@pytest.fixture
+def run(tmp_path: Path, kept: TCPStore, request: pytest.FixtureRequest) -> Iterator[Replicas]:
+    steps, least, pause_s = getattr(request, "param", (24, 2, 0.03))
+    found = Replicas(config(tmp_path / "run", kept.port, steps, least), tmp_path, pause_s)
+    yield found
+    found.kill()
+
+
+def undisturbed(tmp_path: Path, steps: int) -> list[float]:
+    out = tmp_path / "undisturbed"
+    process = fork.Process(target=lambda: train(config(out, None, steps)))
+    process.start()
+    process.join()
+    return [row["loss"] for row in rows(out)]
+
+
+def check(tmp_path: Path, out: Path, steps: int) -> None:
+    """All steps are there, once, with every row, and as if nothing had happened."""
+    found = rows(out)
+    assert [row["step"] for row in found] == list(range(1, steps + 1))
+    for row in found:
+        assert dealt_out(row) == list(range(ROWS)), row
+    torch.testing.assert_close(
+        torch.tensor([row["loss"] for row in found]).double(),
+        torch.tensor(undisturbed(tmp_path, steps)).double(),
+        rtol=1e-10,
+        atol=1e-10,
+    )
+    straight = read_full(tmp_path / "undisturbed" / "checkpoints")
+    ended = read_full(out / "checkpoints")
+    assert straight.keys() == ended.keys()
+    for name, value in straight.items():
+        if not name.startswith("buffer/"):  # which counts the microbatches of a replica
+            torch.testing.assert_close(ended[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_units_are_dealt_out_evenly() -> None:
+    for units in range(1, 12):
+        for replicas in range(1, units + 1):
+            found = shares(units, replicas)
+            assert [n for each in found for n in each] == list(range(units))
+            assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_kills_and_joins_change_no_loss(run: Replicas, tmp_path: Path) -> None:
+    """The one that leads, one while another joins, two at once."""
+    run.start(4)
+    run.wait_for_step(3, START_S)
+    run.wait_for_members(4)
+    draw, seconds = random.Random(0), []
+    leader = str(rows(run.given.out)[-1]["rows"]).split("'")[1]
+    assert leader.isdigit()
+    for number in (1, 1, 2):
+        run.start(number)
+        for process in draw.sample(run.alive[:4], number):
+            process.kill()
+        begin = time.monotonic()
+        run.wait_for_step(run.step() + 2)
+        seconds.append(time.monotonic() - begin)
+    codes = run.end()
+    assert sorted(set(codes)) == [-signal.SIGKILL, 0]
+    print(f"seconds from a kill to the step after the next: {[round(s, 2) for s in seconds]}")
+    check(tmp_path, run.given.out, run.given.steps)
+    assert rows(run.given.out)[-1]["generation"] >= 4
+
+
+def test_one_that_only_hangs_is_lost_and_learns_so(run: Replicas, tmp_path: Path) -> None:
+    run.start(3)
+    run.wait_for_members(3)
+    stopped = run.all[1]
+    os.kill(stopped.pid or 0, signal.SIGSTOP)
+    run.wait_for_step(run.step() + 2)
+    os.kill(stopped.pid or 0, signal.SIGCONT)
+    assert sorted(run.end()) == [0, 0, 1]
+    lines = [line for line in said(tmp_path / "said-1").splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert "took this replica for lost" in lines[0]
+    check(tmp_path, run.given.out, run.given.steps)
+
+
+def test_too_few_wait_say_for_whom_and_save(run: Replicas, tmp_path: Path) -> None:
+    run.start(2)
+    run.wait_for_step(3, START_S)
+    run.all[0].kill()
+    line = run.wait_to_say("of at least 2 replicas")
+    assert "1 of at least 2 replicas is there; lost: replica" in line
+    assert "saves and waits for 1 more at 127.0.0.1" in line
+    step = run.step()
+    time.sleep(1.0)
+    assert run.step() == step
+    assert (run.given.out / "checkpoints" / f"step-{step:08d}").is_dir()
+    run.start()
+    assert sorted(run.end()) == [-signal.SIGKILL, 0, 0]
+    check(tmp_path, run.given.out, run.given.steps)
+
+
+def test_one_that_is_asked_to_stop_leaves_and_all_that_are_stop(run: Replicas, tmp_path: Path) -> None:
+    run.start(3)
+    run.wait_for_members(3)
+    run.all[1].terminate()
+    run.wait_for_step(run.step() + 2)
+    for process in run.alive:
+        process.terminate()
+    assert run.end() == [0, 0, 0]
+    step = run.step()
+    assert step < run.given.steps
+    assert (run.given.out / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+@pytest.mark.parametrize("run", [(100_000, 2, 0.05)], indirect=True)
+def test_another_run_in_the_store_is_refused(run: Replicas, tmp_path: Path) -> None:
+    run.start(2)
+    run.wait_for_step(2, START_S)
+    first = run.given
+    for changed, words in (
+        (config(tmp_path / "other", _port(first), first.steps, 2), "in use by the run in"),
+        (config(first.out, _port(first), first.steps + 1, 2), "configured otherwise"),
+    ):
+        refused = replica(changed, tmp_path / "refused")
+        refused.join(START_S)
+        assert refused.exitcode == 2
+        lines = said(tmp_path / "refused").splitlines()
+        assert len(lines) == 1
+        assert words in lines[0]
+        (tmp_path / "refused").unlink()
+
+
+def _port(given: TrainConfig) -> int:
+    assert given.elastic.store is not None
+    return int(given.elastic.store.rpartition(":")[2])

@@ -1,0 +1,106 @@
+"""Replicas of an elastic run of the small model, each a process that a test kills when it likes."""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore
+
+from core.compose import parallelize
+from core.config import run_command
+from core.metrics import read_metrics
+from core.optim.build import build_optimizer
+from core.runtime import start
+from core.train import TrainConfig, fit
+from core.train.config import ElasticConfig
+from tests.support.small import Small, config_of, loss
+
+ROWS = 10
+"""of the global batch, over 2, 3, 4 and 8 replicas: they do not divide"""
+fork = multiprocessing.get_context("fork")
+
+
+class Batch:
+    """A global batch whose rows know their number."""
+
+    def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
+        assert ROWS % num_ranks == 0
+        x = torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = slice(ROWS // num_ranks * rank, ROWS // num_ranks * (rank + 1))
+        number = torch.arange(ROWS)[rows]
+        return {"x": x[rows], "y": x[rows].sum(-1, keepdim=True).sin(), "row": number}
+
+
+def store() -> TCPStore:
+    """A store in this process, which replicas do not have to wait for."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def config(out: Path, port: int | None, steps: int, least: int = 1, **options: Any) -> TrainConfig:
+    elastic = ElasticConfig() if port is None else ElasticConfig(f"127.0.0.1:{port}", least, lost_after=3.0)
+    return config_of(out, **{"steps": steps, "elastic": elastic, "microbatch": 2, **options})
+
+
+def train(given: TrainConfig, pause_s: float = 0.0, dropout: float = 0.2) -> dict[str, Any]:
+    """pause_s: that a forward takes at least, so that a kill finds it in the middle of a step"""
+
+    def slow_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        time.sleep(pause_s)
+        return loss(model, batch)
+
+    with start("cpu", given.seed) as runtime:
+        torch.manual_seed(0)
+        model = Small(dropout).double()
+        parallel = parallelize(model, runtime.mesh(given.mesh, given.zero), given)
+        optimizer = build_optimizer(given.optim, parallel.masters)
+        return fit(parallel, optimizer, Batch(), slow_loss, given, runtime)
+
+
+def _main(given: TrainConfig, said: Path, pause_s: float) -> None:
+    sys.stdout = sys.stderr = said.open("a", buffering=1)
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    torch.set_num_threads(1)
+
+    def main(_: list[str]) -> int:
+        train(given, pause_s)
+        return 0
+
+    os._exit(run_command(main, []))
+
+
+def replica(given: TrainConfig, said: Path, pause_s: float = 0.0) -> BaseProcess:
+    """Start one: a fork, so that all is imported."""
+    process = fork.Process(target=_main, args=(given, said, pause_s))
+    process.start()
+    return process
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return read_metrics(out / "metrics.jsonl") if (out / "metrics.jsonl").exists() else []
+
+
+def wait_for_step(out: Path, step: int, limit_s: float, processes: Sequence[BaseProcess] = ()) -> float:
+    """Wait until a step is in the log.  Returns the seconds that it took."""
+    begin = time.monotonic()
+    while not (found := rows(out)) or found[-1]["step"] < step:
+        assert time.monotonic() - begin < limit_s, f"step {step} has not come in {limit_s} s"
+        assert not processes or any(process.is_alive() for process in processes)
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+def dealt_out(row: Mapping[str, Any]) -> list[int]:
+    """The rows of the batch that replicas had in a step, in order."""
+    return sorted(number for begin, end in row["rows"].values() for number in range(begin, end))
+
+
+def said(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
