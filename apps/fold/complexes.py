@@ -151,7 +151,7 @@ def find_complex(
         )
     by_name = None if colabfold else msa
     found = {
-        chain.sequence: find_target(chain, by_name, templates, False, allowed, lambda path: not _is_uniprot(path))
+        chain.sequence: find_target(chain, by_name, templates, False, allowed, lambda path: not is_uniprot(path))
         for chain in searched_for([record])
     }
     files = {path: None for target in found.values() for path in target.files}
@@ -172,7 +172,8 @@ def find_complex(
     return ComplexTarget(record, tuple(chains), tuple(files), None, tuple(said))
 
 
-def _is_uniprot(path: Path) -> bool:
+def is_uniprot(path: Path) -> bool:
+    """Whether an alignment is one with UniProt, by whose species rows are paired."""
     name = unpacked_name(path).name.lower()
     return name.startswith("uniprot") or unpacked_name(path).stem.lower().endswith(".uniprot")
 
@@ -183,15 +184,20 @@ def _for_pairing(target: Target, msa: Path | None) -> tuple[Alignment, list[Path
     if msa is None:
         return alone, []
     beside = Record(chain.number, f"{chain.name}.uniprot", chain.sequence)
-    paths = [path for path in files_of(msa, chain, False, ALIGNMENTS, "--msa") if _is_uniprot(path)]
+    paths = [path for path in files_of(msa, chain, False, ALIGNMENTS, "--msa") if is_uniprot(path)]
     paths += files_of(msa, beside, False, ALIGNMENTS, "--msa")
+    return read_for_pairing(chain.sequence, paths), paths
+
+
+def read_for_pairing(sequence: str, paths: Sequence[Path]) -> Alignment:
+    """The rows of alignments with UniProt that are looked at, the chain first."""
     read = []
     for path in paths:
         alignment = read_alignment(path)
-        check_query(alignment, chain.sequence, path)
+        check_query(alignment, sequence, path)
         rows = slice(_MOST_UNIPROT)
         read.append(Alignment(alignment.letters[rows], alignment.deletions[rows], alignment.names[rows]))
-    return merge([alone, *read]), paths
+    return merge([single_sequence(sequence), *read])
 
 
 def _text(path: Path) -> str:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig, MultimerConfig
+from apps.fold.model.network import trainable
 from apps.fold.training.batches import FoldBatches
 from apps.fold.training.config import FoldTrainConfig, check_combination, model_config
 from apps.fold.training.dataset import Dataset, beside, load, prepare, report_refused
@@ -25,7 +25,7 @@ from apps.fold.weights.folder import save_folder
 from apps.fold.weights.source import read_alphafold
 from core.checkpoint import read_full
 from core.compose import parallelize
-from core.config import UserError, as_json, parse
+from core.config import as_json, parse
 from core.mesh import data_axis
 from core.metrics import plot_loss
 from core.optim.average import WeightAverage, unbiased
@@ -48,19 +48,15 @@ def main(argv: list[str]) -> int:
 def train(config: FoldTrainConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     of_weights, values = (None, None) if config.weights is None else read_alphafold(config.weights)
-    if isinstance(of_weights, MultimerConfig):
-        raise UserError(
-            f"{config.weights} is a model of complexes, which cannot be trained here; give a monomer's weights"
-        )
     model = model_config(config, of_weights)
     with start(config.device, config.seed) as runtime, ExitStack() as run_folder:
         if config.compile:
             require_compiler(runtime.device)
         mesh = runtime.mesh(config.mesh, config.zero)
-        chains, heldout = _datasets(config, runtime)
+        chains, heldout = _datasets(config, isinstance(model, MultimerConfig), runtime)
         run_folder.enter_context(open_run(config, runtime))
         with torch.device("meta"):
-            network = AlphaFold(model)
+            network = trainable(model)
         if config.learns == "confidence":
             confidence_alone(network)
         parallel = parallelize(network, mesh, config, materialise=_materialise(config, values))
@@ -91,24 +87,25 @@ def _materialise(config: FoldTrainConfig, values: Mapping[str, torch.Tensor] | N
     return lambda network: initialise(network, config.seed)
 
 
-def _datasets(config: FoldTrainConfig, runtime: Runtime) -> tuple[Dataset, Dataset | None]:
-    """The chains to learn from and those held out; the ranks share the reading."""
-    data = config.data
+def _datasets(config: FoldTrainConfig, complexes: bool, runtime: Runtime) -> tuple[Dataset, Dataset | None]:
+    """The chains, or complexes, to learn from and those held out; the ranks share the reading."""
+    data, selection = config.data, config.data.selection(complexes)
     assert data.structures is not None
     cache = data.cache or config.out.parent / "chains"
     folders = [data.structures] + ([data.validation] if data.validation is not None else [])
     there = beside(data.alignments, data.templates)
     for folder in folders:
-        prepare(folder, there, data.selection, cache, (runtime.rank, runtime.world_size))
+        prepare(folder, there, selection, cache, (runtime.rank, runtime.world_size))
     if runtime.world_size > 1:
         dist.barrier()
-    datasets = [load(folder, there, data.selection, cache) for folder in folders]
+    datasets = [load(folder, there, selection, cache) for folder in folders]
     if runtime.leads:
         for dataset in datasets:
             report_refused(dataset)
         chains = datasets[0].chains
         alone = sum(chain.num_rows == 1 for chain in chains)
-        print(f"{len(chains)} chains to learn from, {alone} of them without an alignment")
+        kind = "complexes" if complexes else "chains"
+        print(f"{len(chains)} {kind} to learn from, {alone} of them without an alignment")
         if data.templates is not None:
             print(f"{sum(chain.num_templates > 0 for chain in chains)} of them have templates")
     return datasets[0], datasets[1] if data.validation is not None else None
@@ -121,7 +118,7 @@ def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any])
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
         return
     with torch.device("meta"):
-        network = AlphaFold(model)
+        network = trainable(model)
     if config.learns == "confidence":
         confidence_alone(network)
     averaged = {name for name, p in network.named_parameters() if p.requires_grad and config.average is not None}

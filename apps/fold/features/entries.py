@@ -10,7 +10,7 @@ count as their parents (selenomethionine as methionine), others as X.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from core.config import UserError
 
 _RESOLUTION_NAMES = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 _REVISIONS = "_pdbx_audit_revision_history.revision_date"  # the first one is the release
+_GENERATOR = ("assembly_id", "oper_expression", "asym_id_list")
 _PROTEIN = "polypeptide(L)"
 
 
@@ -64,13 +65,16 @@ class Entry:
         return int(self.mask[:, residues.CA].sum())
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path, *, assembly: bool = False) -> list[Entry]:
     """The protein chains of an mmCIF (.cif, .mmcif) or PDB file.
+
+    assembly  those of the first assembly that an mmCIF file describes, copies by symmetry among them: the second copy
+              of chain A is called A-2; of files that describe none all chains as they lie
 
     Raises UserError when the file cannot be read or holds no protein.
     """
     if is_mmcif(path):
-        found = _entries_of_mmcif(path)
+        found = _entries_of_mmcif(path, assembly)
         if found is not None:
             return found
     resolution = _pdb_resolution(path)
@@ -99,7 +103,7 @@ def _pdb_resolution(path: Path) -> float:
     return float(found[1]) if found else 0.0
 
 
-def _entries_of_mmcif(path: Path) -> list[Entry] | None:
+def _entries_of_mmcif(path: Path, assembly: bool) -> list[Entry] | None:
     """None where the file does not say what its chains' sequences are."""
     content = read_mmcif(path)
     if "_atom_site.label_seq_id" not in content or "_entity_poly_seq.mon_id" not in content:
@@ -109,11 +113,15 @@ def _entries_of_mmcif(path: Path) -> list[Entry] | None:
     of_file = (resolution, min(dates, default=""))
     try:
         sequences = _sequences(content)
+        chains = {of: rows for of, rows in _atoms_by_chain(content).items() if of[1] in sequences}
         found = [
             _entry(unpacked_name(path).stem, name, sequences[entity], rows, content, of_file)
-            for (name, entity), rows in _atoms_by_chain(content).items()
-            if entity in sequences
+            for (name, entity), rows in chains.items()
         ]
+        if assembly:
+            found = _assembled(
+                found, [content["_atom_site.label_asym_id"][rows[0]] for rows in chains.values()], content
+            )
     except (KeyError, ValueError, IndexError) as error:
         reason = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} cannot be read as a structure ({reason}); give a whole mmCIF or PDB file") from error
@@ -122,6 +130,46 @@ def _entries_of_mmcif(path: Path) -> list[Entry] | None:
     for entry in found:
         check_finite(entry.positions, path, entry.name.rpartition("_")[2])
     return found
+
+
+def _assembled(entries: list[Entry], asym_ids: list[str], content: dict) -> list[Entry]:
+    """The chains of the first assembly, each as often as the file says, moved; all where it describes none."""
+    generator = {name: content.get(f"_pdbx_struct_assembly_gen.{name}", []) for name in _GENERATOR}
+    first = generator["assembly_id"][:1]
+    found: list[Entry] = []
+    for assembly, expression, asym_list in zip(*generator.values()):
+        if [assembly] != first:
+            continue
+        wanted = set(asym_list.replace(" ", "").split(","))
+        for number, (turn, shift) in enumerate(_operations(expression, content)):
+            for entry, asym in zip(entries, asym_ids):
+                if asym in wanted:
+                    moved = (entry.positions @ turn.T + shift) * entry.mask[..., None]
+                    name = entry.name + (f"-{number + 1}" if number else "")
+                    found.append(replace(entry, name=name, positions=moved.astype(np.float32)))
+    return found or entries
+
+
+def _operations(expression: str, content: dict) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Rotations and shifts of an expression as 1,2 or (1-60) or (1-5)(6,7), whose last factor acts first."""
+    ids, operations = content["_pdbx_struct_oper_list.id"], {}
+    for row, name in enumerate(ids):
+        turn = [[float(content[f"_pdbx_struct_oper_list.matrix[{i}][{j}]"][row]) for j in "123"] for i in "123"]
+        shift = [float(content[f"_pdbx_struct_oper_list.vector[{i}]"][row]) for i in "123"]
+        operations[name] = np.array(turn), np.array(shift)
+    found = [(np.eye(3), np.zeros(3))]
+    for factor in re.findall(r"[^()]+", expression.replace(" ", "")):
+        parts = [operations[name] for name in _listed_operations(factor)]
+        found = [(turn @ t, turn @ s + shift) for turn, shift in found for t, s in parts]
+    return found
+
+
+def _listed_operations(text: str) -> list[str]:
+    names: list[str] = []
+    for part in filter(None, text.split(",")):
+        span = re.fullmatch(r"(\d+)-(\d+)", part)
+        names += map(str, range(int(span[1]), int(span[2]) + 1)) if span else [part]
+    return names
 
 
 def _sequences(content: dict) -> dict[str, str]:

@@ -60,10 +60,16 @@ class Complex:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The random choices of one iteration: all rows in order; the centres' letters uint8[C, N], some of them hidden."""
+    """The random choices of one iteration.
+
+    order    all rows
+    letters  uint8[C, N]: the centres' letters, some of them hidden
+    hidden   bool[C, N]: which, those that were kept all the same included; None where nobody asks
+    """
 
     order: np.ndarray
     letters: np.ndarray
+    hidden: np.ndarray | None = None
 
 
 def gumbel(uniform: np.ndarray) -> np.ndarray:
@@ -105,7 +111,7 @@ def draw_rows(one: Complex, config: MultimerConfig, generator: np.random.Generat
     noise = gumbel(generator.random(logits.shape, dtype=np.float32))
     letters[hidden] = (logits + noise).argmax(-1)
     letters[mask == 0] = 0
-    return Drawn(order, letters)
+    return Drawn(order, letters, hidden)
 
 
 def features_of_complex(one: Complex, drawn: Drawn, config: MultimerConfig) -> Features:

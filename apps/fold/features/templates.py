@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ from apps.fold.search.kalign import align_by_kalign, has_kalign
 from core.config import UserError
 
 MOST = 20  # hits that are kept
+T = TypeVar("T")
+
 _FEWEST = 10  # aligned residues of a template
 _ALIGNED_SHARE, _SAME_SHARE = 0.1, 0.95  # of the sequence
 _IDENTITY = 0.9  # of a hit's sequence with its structure's
@@ -243,7 +246,7 @@ def _check_steps(entry: Entry) -> None:
 # --- for the network --------------------------------------------------------------------------------------------------
 
 
-def drawn(templates: Sequence[Template], most: int, generator: np.random.Generator) -> tuple[Template, ...]:
+def drawn(templates: Sequence[T], most: int, generator: np.random.Generator) -> tuple[T, ...]:
     """The templates of a training step: of n templates min(n', most) random ones, n' uniform from 0 to n (1.2.3)."""
     first = int(generator.integers(len(templates) + 1))
     order = generator.permutation(len(templates))[first : first + most]

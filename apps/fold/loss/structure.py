@@ -12,6 +12,8 @@ from apps.fold.model.structure import Structure
 
 CLAMP = 10.0  # Angstrom
 UNIT = 10.0  # Angstrom that count as 1
+INTERFACE_UNIT = 20.0  # of frames and points of two chains
+CENTRE_SLACK, CENTRE_UNIT = 4.0, 20.0  # Angstrom that chains may be too near, and that count as 1
 
 
 def fape(
@@ -29,7 +31,7 @@ def fape(
     clamp  the largest error that counts, in Angstrom; None: none
     """
     error = frame_aligned_errors(frames, true_frames, points, true_points)
-    return _mean_error(error, frame_mask, point_mask, clamp)
+    return _mean_error(error, frame_mask[..., :, None] * point_mask[..., None, :], clamp)
 
 
 def frame_aligned_errors(frames: Frames, true_frames: Frames, points: Tensor, true_points: Tensor) -> Tensor:
@@ -50,11 +52,11 @@ def frame_aligned_errors(frames: Frames, true_frames: Frames, points: Tensor, tr
     return torch.sqrt(squared + 1e-4)
 
 
-def _mean_error(error: Tensor, frame_mask: Tensor, point_mask: Tensor, clamp: Tensor | float | None) -> Tensor:
+def _mean_error(error: Tensor, weights: Tensor, clamp: Tensor | float | None, unit: float = UNIT) -> Tensor:
+    """The weighted mean over frames and points, [..]; error [.., F, P]."""
     if clamp is not None:
         error = error.clamp(max=clamp)
-    weights = frame_mask[..., :, None] * point_mask[..., None, :]
-    return (error * weights).sum((-1, -2)) / UNIT / (1e-4 + frame_mask.sum(-1) * point_mask.sum(-1))
+    return (error * weights).sum((-1, -2)) / unit / (1e-4 + weights.sum((-1, -2)))
 
 
 def backbone_fape(structure: Structure, truth: Truth, unclamped: float = 0.0) -> Tensor:
@@ -62,12 +64,55 @@ def backbone_fape(structure: Structure, truth: Truth, unclamped: float = 0.0) ->
 
     unclamped  the share of the error that is taken without the limit of 10 Angstrom
     """
+    error, pairs = _backbone_errors(structure, truth)
+    return _partly_limited(error, pairs, unclamped)
+
+
+def complex_fape(
+    structure: Structure, truth: Truth, asym_BN: Tensor, unclamped: float = 0.0, interface_clamp: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """FAPE of the backbone within chains, as `backbone_fape`, and between them, in units of 20 Angstrom: [B] each.
+
+    (Evans et al. 2021, section 7.4.) Between chains the limit is another; None: there is none.
+    """
+    error, pairs = _backbone_errors(structure, truth)
+    within = (asym_BN[:, :, None] == asym_BN[:, None]).to(pairs)
+    between = _mean_error(error, pairs * (1 - within), interface_clamp, INTERFACE_UNIT).mean(0)
+    return _partly_limited(error, pairs * within, unclamped), between
+
+
+def _backbone_errors(structure: Structure, truth: Truth) -> tuple[Tensor, Tensor]:
+    """The errors [layers, B, N, N] of the backbone, and which of them are known, [B, N, N]."""
     true = Frames(truth.groups.rotation[:, :, 0], truth.groups.translation[:, :, 0])
     mask = truth.group_mask_BNG[:, :, 0]
     backbone = structure.backbone
     error = frame_aligned_errors(backbone, true, backbone.translation, true.translation)
-    limited = _mean_error(error, mask, mask, CLAMP).mean(0)
-    return limited if not unclamped else limited.lerp(_mean_error(error, mask, mask, None).mean(0), unclamped)
+    return error, mask[:, :, None] * mask[:, None]
+
+
+def _partly_limited(error: Tensor, pairs: Tensor, unclamped: float) -> Tensor:
+    limited = _mean_error(error, pairs, CLAMP).mean(0)
+    return limited if not unclamped else limited.lerp(_mean_error(error, pairs, None).mean(0), unclamped)
+
+
+def centre_loss(alpha_BN3: Tensor, true_BN3: Tensor, seen_BN: Tensor, asym_BN: Tensor) -> Tensor:
+    """How much nearer chains are than they should be, so that they do not overlap: [B] (Evans et al. 2021, 7.4).
+
+    The mean over pairs of chains of (max(0, true - predicted - 4 Angstrom) / 20 Angstrom)^2, distances between the
+    centres of the CA that were seen. asym_BN counts chains from 1, 0 for padding.
+    """
+    chains = torch.arange(1, int(asym_BN.max()) + 1, device=asym_BN.device)
+    member_BCN = (asym_BN[:, None] == chains[:, None]).to(alpha_BN3) * seen_BN[:, None]
+    count_BC = member_BCN.sum(-1)
+
+    def distances(x_BN3: Tensor) -> Tensor:
+        centre_BC3 = (member_BCN @ x_BN3) / (1e-6 + count_BC)[..., None]
+        return torch.sqrt(((centre_BC3[:, :, None] - centre_BC3[:, None]) ** 2).sum(-1) + 1e-8)
+
+    there_BC = (count_BC > 0).to(alpha_BN3)
+    pairs_BCC = there_BC[:, :, None] * there_BC[:, None] * (1 - torch.eye(len(chains)).to(alpha_BN3))
+    near_BCC = torch.relu(distances(true_BN3) - distances(alpha_BN3) - CENTRE_SLACK) / CENTRE_UNIT
+    return (near_BCC**2 * pairs_BCC).sum((-1, -2)) / (1e-6 + pairs_BCC.sum((-1, -2)))
 
 
 def side_chain_fape(structure: Structure, truth: Truth) -> Tensor:

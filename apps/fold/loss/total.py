@@ -1,4 +1,7 @@
-"""The weighted sum of all losses (supplement, 1.9, eq. 7), for training from the start and for fine-tuning."""
+"""The weighted sum of all losses (supplement, 1.9, eq. 7), for training from the start and for fine-tuning.
+
+Of a complex also those of Evans et al. 2021, section 7.4: chains as they lie to each other.
+"""
 
 from dataclasses import dataclass
 
@@ -12,9 +15,17 @@ from apps.fold.loss.heads import (
     pae_loss,
     plddt_loss,
 )
-from apps.fold.loss.structure import angle_norm_loss, backbone_fape, chi_loss, side_chain_fape
+from apps.fold.loss.structure import (
+    angle_norm_loss,
+    backbone_fape,
+    centre_loss,
+    chi_loss,
+    complex_fape,
+    side_chain_fape,
+)
 from apps.fold.loss.truth import Truth, renamed
 from apps.fold.loss.violation import violation_loss
+from apps.fold.model import residues
 from apps.fold.model.alphafold import Prediction
 from apps.fold.model.features import Features
 
@@ -34,6 +45,12 @@ class LossConfig:
     violation: float = 0.0
     pae: float = 0.1
     """counts only in models that have the head"""
+    interface: float = 0.5
+    """the backbone's error between chains; counts only in models of complexes"""
+    centres: float = 1.0
+    """of chains that are too near each other; counts only in models of complexes"""
+    interface_clamp: float | None = 30.0
+    """the largest error between chains that counts, in Angstrom; None: no limit"""
     unclamped: float = 0.1
     """share of the backbone's error that is taken without the limit of 10 Angstrom (1.11.5)"""
     resolution: tuple[float, float] = (0.1, 3.0)
@@ -77,13 +94,13 @@ def losses(
     letters_BSN, hidden_BSN  the MSA's true letters, and 1 where they were hidden
     resolution_B             of the experiment, in Angstrom
     """
-    structure, logits = prediction.structure, prediction.logits
+    structure, logits, chains = prediction.structure, prediction.logits, features.chains
     with torch.no_grad():
         suited = renamed(truth, structure.atom14[-1])
     low, high = config.resolution
     precise_B = ((resolution_B >= low) & (resolution_B <= high)).to(structure.atom14.dtype)
     parts = {
-        "backbone": backbone_fape(structure, truth, config.unclamped),
+        **_backbone(prediction, features, truth, config),
         "side_chain": side_chain_fape(structure, suited),
         "chi": chi_loss(structure, truth),
         "angle_norm": angle_norm_loss(structure, features.mask_BN),
@@ -95,7 +112,20 @@ def losses(
         resolved = experimentally_resolved_loss(logits.experimentally_resolved, truth)
         parts["experimentally_resolved"] = precise_B * resolved
     if config.violation:
-        parts["violation"] = violation_loss(structure.atom14[-1], features.aatype_BN, features.residue_index_BN)
+        of_chains = None if chains is None else chains.asym_BN
+        shape = structure.atom14[-1], features.aatype_BN, features.residue_index_BN
+        parts["violation"] = violation_loss(*shape, of_chains)
     if logits.pae is not None:
         parts["pae"] = precise_B * pae_loss(logits.pae, structure, truth)
     return parts
+
+
+def _backbone(prediction: Prediction, features: Features, truth: Truth, config: LossConfig) -> dict[str, Tensor]:
+    """Of a complex the error between chains is a part of its own."""
+    structure, chains = prediction.structure, features.chains
+    if chains is None:
+        return {"backbone": backbone_fape(structure, truth, config.unclamped)}
+    within, between = complex_fape(structure, truth, chains.asym_BN, config.unclamped, config.interface_clamp)
+    predicted, true = (x[..., residues.CA, :] for x in (prediction.positions_BN373, truth.atom37_BN373))
+    seen_BN = truth.atom37_mask_BN37[..., residues.CA]
+    return {"backbone": within, "interface": between, "centres": centre_loss(predicted, true, seen_BN, chains.asym_BN)}

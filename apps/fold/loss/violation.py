@@ -24,13 +24,19 @@ _RADII = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}
 # Length of the peptide bond in Angstrom and its deviation, before proline and before others; cosines of its angles.
 BOND, BOND_DEVIATION = (1.329, 1.341), (0.014, 0.016)
 CA_C_N, C_N_CA = (-0.4473, 0.0311), (-0.5203, 0.0353)
+_BEYOND_A_CHAIN = 2**20  # more residues than a chain has
 _LONGEST_BOND = 2.0  # between heavy atoms; atoms two bonds apart are further from each other
 # Of proline (Engh and Huber 1991): N-CD is 1.474; the others follow from CA-N-CD, 111.7, and N-CD-CG, 103.2 degrees.
 _PROLINE_RING = (("N", "CD", 1.474), ("CA", "CD", 2.434), ("N", "CG", 2.333))
 
 
-def violation_loss(atom14_BNA3: Tensor, aatype_BN: Tensor, index_BN: Tensor) -> Tensor:
-    """The sum of all terms, [B]: positions in Angstrom, residue types, positions in the chain."""
+def violation_loss(atom14_BNA3: Tensor, aatype_BN: Tensor, index_BN: Tensor, asym_BN: Tensor | None = None) -> Tensor:
+    """The sum of all terms, [B]: positions in Angstrom, residue types, positions in the chain, the chain of a complex.
+
+    No bond joins residues of two chains, all of whose atoms may clash.
+    """
+    if asym_BN is not None:
+        index_BN = index_BN + asym_BN * _BEYOND_A_CHAIN  # neither equal nor neighbours
     exists_BNA = table(residues.ATOM14_MASK, aatype_BN, atom14_BNA3.dtype)
     peptide = peptide_violations(atom14_BNA3, exists_BNA, aatype_BN, index_BN)
     clashes = clashes_between(atom14_BNA3, exists_BNA, aatype_BN, index_BN)

@@ -1,7 +1,7 @@
 """Widths and depths of the model. The defaults are those of the released weights (supplement, 1.6 to 1.9)."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from core.config import UserError
@@ -236,6 +236,31 @@ def tiny(templates: bool = True) -> ModelConfig:
         num_recycles=1,
         max_msa=16,
         max_extra_msa=32,
+    )
+
+
+def tiny_multimer() -> MultimerConfig:
+    """The whole model of complexes at small widths, as `tiny`."""
+    return _of_complexes(tiny())
+
+
+def _of_complexes(model: ModelConfig) -> MultimerConfig:
+    """A model of complexes as wide as one of single chains that reads templates."""
+    given = {item.name: getattr(model, item.name) for item in fields(model)}
+    given["structure"] = replace(model.structure, length_scale=20.0)
+    given["heads"] = replace(model.heads, masked_msa_types=22, pae_bins=64)
+    return MultimerConfig(**given)
+
+
+def demo_multimer() -> MultimerConfig:
+    """`demo` for complexes, with the least that a stack of templates can be."""
+    model = demo()
+    return _of_complexes(
+        replace(
+            model,
+            templates=TemplateConfig(8, 0, model.evoformer.pair, 1, 8),
+            max_templates=1,
+        )
     )
 
 

@@ -14,6 +14,10 @@ step, so resuming needs no state.
 A batch is a dict of tensors with rows in front. Coordinates are whole thousandths of an Angstrom, the precision of the
 files: what is an integer keeps its value when a run computes in 16 bits.
 
+Of a complex (Evans et al. 2021) the crop comes first, of an interface or of each chain's stretches (crops.py); its rows
+are drawn from what is left, and none are deleted. Positions are those of all copies of a chain, of which the loss takes
+those that suit the prediction.
+
 A model with templates is given all that it takes, masked where there are fewer: its stack runs once for each, and ranks
 whose parameters are sharded have to run it equally often.
 
@@ -30,12 +34,15 @@ from torch import Tensor
 from apps.fold.features.alignment import Alignment
 from apps.fold.features.arrays import template_features
 from apps.fold.features.msa import Draw, draw, features_of, true_letters
+from apps.fold.features.sampling import draw_rows, features_of_complex
 from apps.fold.features.sequences import residue_types
 from apps.fold.features.templates import Template, drawn
 from apps.fold.loss.truth import Truth, truth_of_atoms
 from apps.fold.model import residues
-from apps.fold.model.config import ModelConfig
-from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.config import ModelConfig, MultimerConfig
+from apps.fold.model.features import ChainIds, Features, TemplateFeatures
+from apps.fold.training.complexes import ComplexExample, labels_of, matched_positions, part_of, with_templates
+from apps.fold.training.crops import crop_of_complex
 from apps.fold.training.dataset import Dataset, Example
 from core.config import UserError
 from core.data.batches import rows_of_rank, shuffled
@@ -85,6 +92,9 @@ class FoldBatches:
         number = int(shuffled(np.array([place]), len(self.dataset), self.seed, epoch)[0])
         generator = np.random.default_rng([self.seed % 2**64, step, row])
         example = self.dataset[number]
+        if isinstance(example, ComplexExample):
+            assert isinstance(self.model, MultimerConfig)
+            return drawn_complex(example, self.model, self.num_iterations(step), generator, self.config.crop)
         taught = generator.random() >= self.config.decoys
         if not taught:
             example = shuffled_sequence(example, generator)
@@ -129,15 +139,29 @@ def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool
     types = np.minimum(residue_types(entry.sequence), residues.UNKNOWN)
     atom_mask = entry.mask * residues.ATOM37_MASK[types]
     milli = np.rint(entry.positions.astype(np.float64) * _MILLI * atom_mask[..., None]).astype(np.int32)
+    templates = {} if model.templates is None else _template_tensors(example.templates, len(entry), model.max_templates)
+    return {
+        **_feature_tensors(made),
+        "residue_index": torch.from_numpy(entry.index.astype(np.int64)),
+        "letters": torch.from_numpy(true_letters(alignment, draws[-1]).astype(np.int64)),
+        "hidden": torch.from_numpy(draws[-1].hidden),
+        "positions_milli": torch.from_numpy(milli),
+        "atom_mask": torch.from_numpy(atom_mask > 0),
+        "resolution_milli": torch.tensor(round(entry.resolution * _MILLI), dtype=torch.int64),
+        "taught": torch.tensor(taught),
+        **templates,
+    }
+
+
+def _feature_tensors(made: list[Features]) -> dict[str, Tensor]:
     last = made[-1]
 
     def each(name: str) -> Tensor:
         return torch.stack([getattr(features, name)[0] for features in made])
 
-    templates = {} if model.templates is None else _template_tensors(example.templates, len(entry), model.max_templates)
     return {
         "aatype": last.aatype_BN[0],
-        "residue_index": torch.from_numpy(entry.index.astype(np.int64)),
+        "residue_index": last.residue_index_BN[0],
         "mask": last.mask_BN[0],
         "target": last.target_BNF[0],
         "msa": each("msa_BSNF"),
@@ -146,13 +170,44 @@ def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool
         "extra_has_deletion": each("extra_has_deletion_BEN"),
         "extra_deletion": each("extra_deletion_BEN"),
         "extra_mask": each("extra_mask_BEN"),
-        "letters": torch.from_numpy(true_letters(alignment, draws[-1]).astype(np.int64)),
-        "hidden": torch.from_numpy(draws[-1].hidden),
-        "positions_milli": torch.from_numpy(milli),
-        "atom_mask": torch.from_numpy(atom_mask > 0),
-        "resolution_milli": torch.tensor(round(entry.resolution * _MILLI), dtype=torch.int64),
-        "taught": torch.tensor(taught),
-        **templates,
+    }
+
+
+def drawn_complex(
+    example: ComplexExample, model: MultimerConfig, iterations: int, generator: np.random.Generator, crop: int
+) -> dict[str, Tensor]:
+    """A row of a complex: random templates of each chain, a crop, rows drawn anew for every iteration."""
+    chosen = [drawn(range(count), model.max_templates, generator) for count in example.num_templates]
+    alpha = example.positions[:, residues.CA], example.mask[:, residues.CA]
+    places = crop_of_complex(*alpha, example.complex.asym_id, crop, generator)
+    return row_of_complex(example, model, iterations, generator, chosen, places)
+
+
+def row_of_complex(
+    example: ComplexExample,
+    model: MultimerConfig,
+    iterations: int,
+    generator: np.random.Generator,
+    templates: Sequence[Sequence[int]],
+    places: np.ndarray,
+) -> dict[str, Tensor]:
+    """The residues `places` of a complex with these templates of its chains, as tensors."""
+    one = part_of(with_templates(example, templates, model.max_templates), places)
+    draws = [draw_rows(one, model, generator) for _ in range(iterations)]
+    last, centres = draws[-1], draws[-1].order[: len(draws[-1].letters)]
+    assert last.hidden is not None
+    milli = np.rint(one.template_positions.astype(np.float64) * _MILLI * one.template_mask[..., None])
+    return {
+        **_feature_tensors([features_of_complex(one, drawn, model) for drawn in draws]),
+        **labels_of(example, places),
+        "letters": torch.from_numpy(one.msa[centres].astype(np.int64)),
+        "hidden": torch.from_numpy(last.hidden & (one.bert_mask[centres] > 0)),
+        "resolution_milli": torch.tensor(round(example.resolution * _MILLI), dtype=torch.int64),
+        "taught": torch.tensor(True),
+        "template_aatype": torch.from_numpy(one.template_aatype.astype(np.int64)),
+        "template_mask": torch.ones(len(one.template_aatype)),
+        "template_positions_milli": torch.from_numpy(milli.astype(np.int32)),
+        "template_atom_mask": torch.from_numpy(one.template_mask > 0),
     }
 
 
@@ -177,6 +232,7 @@ _RESIDUE_DIM = {"msa": 2, "msa_mask": 2, "extra_msa": 2, "extra_has_deletion": 2
 _RESIDUE_DIM |= {"letters": 1, "hidden": 1}
 _RESIDUE_DIM |= dict.fromkeys(("template_aatype", "template_positions_milli", "template_atom_mask"), 1)
 _RESIDUE_DIM |= dict.fromkeys(("aatype", "residue_index", "mask", "target", "positions_milli", "atom_mask"), 0)
+_RESIDUE_DIM |= dict.fromkeys(("asym", "entity", "sym", "copies"), 0)
 _PADDING = {"aatype": residues.UNKNOWN, "template_aatype": residues.GAP}
 
 
@@ -208,6 +264,7 @@ def _stack(tensors: list[Tensor], value: int) -> Tensor:
 def iterations_of(batch: dict[str, Tensor]) -> list[Features]:
     """The features of every recycling iteration."""
     templates = templates_of(batch)
+    chains = ChainIds(batch["asym"], batch["entity"], batch["sym"]) if "asym" in batch else None
     return [
         Features(
             aatype_BN=batch["aatype"],
@@ -221,6 +278,7 @@ def iterations_of(batch: dict[str, Tensor]) -> list[Features]:
             extra_deletion_BEN=batch["extra_deletion"][:, number],
             extra_mask_BEN=batch["extra_mask"][:, number],
             templates=templates,
+            chains=chains,
         )
         for number in range(batch["msa"].shape[1])
     ]
@@ -233,14 +291,18 @@ def templates_of(batch: dict[str, Tensor]) -> TemplateFeatures | None:
     dtype = batch["mask"].dtype
     wide = torch.promote_types(dtype, torch.float32)
     atoms = batch["template_positions_milli"].to(wide) / _MILLI, batch["template_atom_mask"].to(wide)
-    return template_features(batch["template_aatype"], batch["template_mask"], *atoms).to(dtype)
+    of_complex = "asym" in batch
+    return template_features(batch["template_aatype"], batch["template_mask"], *atoms, backbone=of_complex).to(dtype)
 
 
-def truth_of(batch: dict[str, Tensor]) -> Truth:
-    """The experiment's atoms, in fp32 or in the features' format where that is wider."""
+def truth_of(batch: dict[str, Tensor], predicted_BN373: Tensor) -> Truth:
+    """The experiment's atoms, in fp32 or in the features' format where that is wider; of a complex those of the copies
+    of chains that suit the prediction."""
     wide = torch.promote_types(batch["mask"].dtype, torch.float32)
-    positions = batch["positions_milli"].to(wide) / _MILLI
-    return truth_of_atoms(batch["aatype"], positions, batch["atom_mask"].to(wide))
+    milli, mask = batch["positions_milli"], batch["atom_mask"]
+    if "asym" in batch:
+        milli, mask = matched_positions(batch, predicted_BN373)
+    return truth_of_atoms(batch["aatype"], milli.to(wide) / _MILLI, mask.to(wide))
 
 
 def resolution_of(batch: dict[str, Tensor]) -> Tensor:

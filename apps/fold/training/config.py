@@ -6,15 +6,34 @@ from typing import ClassVar, Literal
 
 from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
-from apps.fold.model.config import PRESETS, ModelConfig, demo, preset, tiny
+from apps.fold.model.config import (
+    MULTIMER_PRESETS,
+    PRESETS,
+    ModelConfig,
+    MultimerConfig,
+    demo,
+    demo_multimer,
+    released,
+    tiny,
+    tiny_multimer,
+)
 from apps.fold.training.batches import BatchConfig
 from apps.fold.training.dataset import Selection
+from apps.fold.weights.source import is_multimer
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.runtime import ranks_of
 from core.train import TrainConfig
 
-_OWN_MODELS = {"demo": demo, "debug": lambda: tiny(templates=False), "debug_templates": tiny}
+_OWN_MODELS = {
+    "demo": demo,
+    "demo_multimer": demo_multimer,
+    "debug": lambda: tiny(templates=False),
+    "debug_templates": tiny,
+    "debug_multimer": tiny_multimer,
+}
+_OF_COMPLEXES = ("data.max_chains", "loss.interface", "loss.centres", "loss.interface_clamp")
+_RELEASED = [*PRESETS, *MULTIMER_PRESETS]
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,8 @@ class DataConfig(BatchConfig):
     """chains of which fewer residues were seen are left out"""
     max_resolution: float = 9.0
     """structures that are less precise are left out, in Angstrom"""
+    max_chains: int = 20
+    """complexes of more chains are left out, by models of these"""
     cache: Path | None = None
     """where what was read is kept, by content; by default chains/ beside --out"""
 
@@ -43,9 +64,9 @@ class DataConfig(BatchConfig):
         super().__post_init__()
         Allowed(self.max_template_date)
 
-    @property
-    def selection(self) -> Selection:
-        return Selection(self.min_residues, self.max_resolution, self.max_template_date)
+    def selection(self, complexes: bool) -> Selection:
+        """complexes: for a model of these."""
+        return Selection(self.min_residues, self.max_resolution, self.max_template_date, complexes, self.max_chains)
 
 
 @dataclass(frozen=True)
@@ -58,8 +79,9 @@ class FoldTrainConfig(TrainConfig):
     )
 
     model: str = "model_3_ptm"
-    """a preset (`megalith fold recipes`; model_1 and model_2 read templates), demo, debug or debug_templates, which
-    starts from --seed; or the weights to start from: npz, .pt, or a folder of `megalith fold convert` or of a run"""
+    """a preset (`megalith fold recipes`; model_1, model_2 and those of complexes read templates), demo, debug,
+    debug_templates, demo_multimer or debug_multimer, which starts from --seed; or the weights to start from: npz, .pt,
+    or a folder of `megalith fold convert` or of a run"""
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learns: Literal["all", "confidence"] = "all"
@@ -99,11 +121,21 @@ class FoldTrainConfig(TrainConfig):
             found["evaluate_every"] = "and nothing is held out; give --data.validation FOLDER"
         if self.data.templates is None:
             found["data.max_template_date"] = "without templates; give --data.templates FOLDER"
+        if not self.of_complexes:
+            why = f"model={self.model} is of single chains; give --model of complexes, as model_1_multimer_v3"
+            found |= dict.fromkeys(_OF_COMPLEXES, why)
         return found
 
     @property
     def is_preset(self) -> bool:
-        return self.model in _OWN_MODELS or self.model in PRESETS
+        return self.model in _OWN_MODELS or self.model in _RELEASED
+
+    @property
+    def of_complexes(self) -> bool:
+        """Whether the model is one of complexes; weights that are not there are none."""
+        if self.is_preset:
+            return self.model in MULTIMER_PRESETS or isinstance(_own_model(self.model), MultimerConfig)
+        return Path(self.model).exists() and is_multimer(Path(self.model))
 
     @property
     def weights(self) -> Path | None:
@@ -111,9 +143,13 @@ class FoldTrainConfig(TrainConfig):
         if self.is_preset:
             return None
         if not Path(self.model).exists():
-            known = ", ".join([*_OWN_MODELS, *PRESETS])
+            known = ", ".join([*_OWN_MODELS, *_RELEASED])
             raise UserError(f"model={self.model}: there are no such weights, and the presets are {known}")
         return Path(self.model)
+
+
+def _own_model(name: str) -> ModelConfig | None:
+    return _OWN_MODELS[name]() if name in _OWN_MODELS else None
 
 
 def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None) -> ModelConfig:
@@ -125,8 +161,14 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
     if of_weights is not None:
         model = of_weights
     else:
-        model = _OWN_MODELS[name]() if name in _OWN_MODELS else preset(name)
-    if model.templates is not None and config.data.templates is None:
+        model = _own_model(name) or released(name)
+    of_complexes = isinstance(model, MultimerConfig)  # these are told of templates that are not there, too
+    if of_complexes and config.data.decoys:
+        raise UserError(
+            f"data.decoys={config.data.decoys}: the sequences of complexes are not shuffled, and {name} learns from "
+            "complexes; leave out --data.decoys"
+        )
+    if model.templates is not None and config.data.templates is None and not of_complexes:
         raise UserError(
             f"{name} has templates; give --data.templates FOLDER, or use model_3, model_4 or model_5 (_ptm)"
         )

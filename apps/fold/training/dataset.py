@@ -10,6 +10,10 @@ protein chain, 1abc.a3m will do. Without one a chain is learned from its sequenc
 
 Its templates are those of hhsearch's hits, 1abc_A.hhr beside the alignments, whose structures lie in a folder of mmCIF
 files; or, where there are no hits, the structures in that folder's 1abc_A/, or 1abc_A.cif.
+
+Models of complexes learn from a file's chains together (`Selection.complexes`): those of its first assembly. Chains of
+one sequence have the alignments of the first that has any; what is called uniprot* among them, or 1abc_A.uniprot.a3m,
+pairs rows of different chains, as in a prediction (apps/fold/complexes.py).
 """
 
 import hashlib
@@ -29,16 +33,19 @@ from typing import Any
 
 import numpy as np
 
+from apps.fold.complexes import is_uniprot, read_for_pairing
 from apps.fold.features.alignment import Alignment, check_query, merge, read_alignment, single_sequence
+from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry, read_entries
 from apps.fold.features.hhr import check_hits, read_hhr
 from apps.fold.features.templates import Allowed, Template, read_templates, structure_of, templates_of_hits
 from apps.fold.features.text import read_text, unpacked_name
 from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
+from apps.fold.training.complexes import ComplexExample, complex_of_arrays, example_of, save_complex
 from core.config import UserError
 from core.files import Damaged, crc32, naming, signed, stamp, unsigned, write_file
 
-_VERSION = "4"
+_VERSION = "5"
 _CACHED = 256  # chains held in memory
 
 
@@ -52,6 +59,10 @@ class Selection:
     """structures that are less precise are left out, in Angstrom"""
     max_template_date: str = ""
     """templates that were published later are left out"""
+    complexes: bool = False
+    """whether a file's chains are learned from together"""
+    max_chains: int = 20
+    """complexes of more chains are left out"""
 
     def refuses(self, entry: Entry) -> str | None:
         """The reason not to use a chain; None where it is used."""
@@ -114,7 +125,7 @@ def beside(alignments: Path | None, templates: Path | None = None) -> Beside:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The chains of a folder in the order of their names, and a line for each that is not used."""
+    """The chains, or complexes, of a folder in the order of their names, and a line for each that is not used."""
 
     chains: tuple[Listed, ...]
     refused: tuple[str, ...]
@@ -122,7 +133,7 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.chains)
 
-    def __getitem__(self, number: int) -> Example:
+    def __getitem__(self, number: int) -> Example | ComplexExample:
         return _load(self.chains[number].file, self.chains[number].crc32)
 
     def digest(self) -> str:
@@ -250,10 +261,13 @@ def _put_chains(path: Path, there: Beside, selection: Selection, folder: Path) -
     chains: list[dict[str, Any]] = []
     refused: list[tuple[str, str]] = []
     try:
-        entries = read_entries(path)
+        entries = read_entries(path, assembly=selection.complexes)
     except UserError as error:
         entries = []
         refused.append(("", str(error).removeprefix(f"{path} ")))
+    if selection.complexes:
+        _put_complex(path, entries, there, selection, folder, chains, refused)
+        entries = []
     for entry in entries:
         names = [entry.name, *([unpacked_name(path).stem] if len(entries) == 1 else [])]
         try:
@@ -267,6 +281,59 @@ def _put_chains(path: Path, there: Beside, selection: Selection, folder: Path) -
         sizes = {"residues": len(entry), "rows": len(example.alignment), "templates": len(example.templates)}
         chains.append({"name": entry.name, **sizes, "crc32": stamp(file)["crc32"]})
     write_file(folder / "index.json", signed({"chains": chains, "refused": refused}))
+
+
+def _put_complex(
+    path: Path,
+    entries: list[Entry],
+    there: Beside,
+    selection: Selection,
+    folder: Path,
+    chains: list[dict[str, Any]],
+    refused: list[tuple[str, str]],
+) -> None:
+    """The chains of a file together, without those that cannot be used."""
+    stem = unpacked_name(path).stem
+    used, inputs = [], []
+    of_sequence: dict[str, ChainInput] = {}
+    for entry in entries:
+        try:
+            if why := selection.refuses(entry):
+                raise UserError(why)
+            if entry.sequence not in of_sequence:
+                alike = [one for one in entries if one.sequence == entry.sequence]
+                of_sequence[entry.sequence] = _chain_input(alike, stem, len(entries) == len(alike), there, selection)
+        except UserError as error:
+            refused.append((f", chain {entry.name.removeprefix(stem + '_')}", str(error)))
+            continue
+        used.append(entry)
+        inputs.append(of_sequence[entry.sequence])
+    if len(used) > selection.max_chains:
+        refused.append(("", f"its assembly has {len(used)} chains; at most {selection.max_chains} are taken"))
+    elif used:
+        example = example_of(stem, used, inputs)
+        file = folder / "0.npz"
+        with naming(file):
+            save_complex(file, example)
+        sizes = {"rows": len(example.complex.msa), "templates": sum(example.num_templates)}
+        chains.append({"name": stem, "residues": len(example), **sizes, "crc32": stamp(file)["crc32"]})
+
+
+def _chain_input(alike: list[Entry], stem: str, alone: bool, there: Beside, selection: Selection) -> ChainInput:
+    """A sequence with what lies beside the file of the chains that have it, or, if it is the only one, of the file."""
+    entry = alike[0]
+    names = [re.sub(r"-\d+$", "", one.name) for one in alike] + ([stem] if alone else [])
+    files = _first(there.alignments, names)
+    of_uniprot = [path for path in files if is_uniprot(path)] + _first(
+        there.alignments, [f"{name}.uniprot" for name in names]
+    )
+    read = [single_sequence(entry.sequence)]
+    for path in files:
+        if path not in of_uniprot:
+            read.append(read_alignment(path))
+            check_query(read[-1], entry.sequence, path)
+    paired = read_for_pairing(entry.sequence, of_uniprot)
+    return ChainInput(entry.sequence, merge(read), paired, tuple(_templates(entry, names, there, selection)))
 
 
 def _example(entry: Entry, names: Sequence[str], there: Beside, selection: Selection) -> Example:
@@ -288,7 +355,7 @@ def _templates(entry: Entry, names: Sequence[str], there: Beside, selection: Sel
     """By hits, or of structures that bear the chain's whole name: the folder may hold the chain's own file."""
     files = _first(there.hits, names)
     if not files or there.templates is None:
-        return read_templates(there.structures.get(entry.name, []), entry.sequence)
+        return read_templates(_first(there.structures, names[:1]), entry.sequence)
     hits = []
     for path in files:
         hits += read_hhr(path)
@@ -319,7 +386,7 @@ def _save(path: Path, example: Example) -> None:
 
 
 @lru_cache(_CACHED)
-def _load(path: Path, expected: str) -> Example:
+def _load(path: Path, expected: str) -> Example | ComplexExample:
     try:
         raw = path.read_bytes()
         if crc32(raw) != expected:
@@ -328,6 +395,8 @@ def _load(path: Path, expected: str) -> Example:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"cannot read {path} of the cache ({error}); remove {path.parent} to read it anew") from error
+    if "asym_id" in arrays:
+        return complex_of_arrays(arrays)
     entry = Entry(
         str(arrays["name"]),
         str(arrays["sequence"]),

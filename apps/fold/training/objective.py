@@ -43,7 +43,7 @@ class Objective:
         found = losses(
             prediction,
             iterations[-1],
-            truth_of(batch),
+            truth_of(batch, prediction.positions_BN373),
             batch["letters"],
             batch["hidden"].to(dtype),
             resolution_of(batch),

@@ -1,7 +1,8 @@
 """`fold plan --recipe RECIPE`: bytes and seconds of a step of `fold train` with the same options, before it runs.
 
 The step is the run's own, on tensors without memory and ranks that do not exist (`core.estimate`): crops and alignments
-of full size, templates as many as the model takes. Recycling iterations before the last keep nothing, so two stand for
+of full size, templates as many as the model takes; complexes whose
+chains have no copies. Recycling iterations before the last keep nothing, so two stand for
 any number. A step has 1 to num_recycles + 1 of them, each equally often: seconds are of their mean.
 
 Left out: the moving average's update, validation, and the heads' part where only confidence learns.
@@ -19,12 +20,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from apps.fold.features.alignment import Alignment
+from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry
 from apps.fold.features.msa import draw
 from apps.fold.model import residues
-from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import ModelConfig
-from apps.fold.training.batches import cropped_shape, row_of
+from apps.fold.model.config import ModelConfig, MultimerConfig
+from apps.fold.model.network import trainable
+from apps.fold.training.batches import cropped_shape, row_of, row_of_complex
+from apps.fold.training.complexes import example_of
 from apps.fold.training.config import FoldTrainConfig, model_config, resolved_mesh
 from apps.fold.training.dataset import Example
 from apps.fold.training.objective import Objective, confidence_alone
@@ -37,6 +40,7 @@ from core.mesh import MeshConfig
 from core.optim.build import without_size
 from core.precision import compute_dtype
 
+_IDS = ("asym", "entity", "sym", "copies")
 _DRAWN = 8  # residues for which features are made, to see their shapes
 
 
@@ -64,7 +68,15 @@ WITHOUT_EFFECT = (
     *("elastic.store", "elastic.min", "elastic.lost_after"),
     *("stop_after", "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard"),
     *("log.wandb_project", "data.structures", "data.alignments", "data.max_template_date", "data.validation"),
-    *("data.min_residues", "data.max_resolution", "data.cache", "data.decoys", "optim.lr", "optim.clip_norm"),
+    *(
+        "data.min_residues",
+        "data.max_chains",
+        "data.max_resolution",
+        "data.cache",
+        "data.decoys",
+        "optim.lr",
+        "optim.clip_norm",
+    ),
     *("optim.schedule.shape", "optim.schedule.final", "optim.schedule.warmup_steps", "optim.schedule.scaling"),
 )
 """Options of the run that its plan is the same without."""
@@ -156,20 +168,19 @@ def _table(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, ro
 
 def _network(config: FoldTrainPlanConfig, model: ModelConfig) -> nn.Module:
     with torch.device("meta"):
-        network = AlphaFold(model)
+        network = trainable(model)
     return confidence_alone(network) if config.learns == "confidence" else network.train()
 
 
 def _loss(config: FoldTrainPlanConfig, model: ModelConfig, rows: int, iterations: int) -> Callable[[nn.Module], Tensor]:
     """The run's loss of a microbatch, whose tensors are without memory, but those of which it looks at the values."""
     generator, dtype = np.random.default_rng(0), compute_dtype(config.precision)
-    alignment = _alignment(model.max_msa + model.max_extra_msa, generator)
-    example = Example(_chain(alignment), alignment)
-    row = row_of(example, [draw(alignment, model, generator) for _ in range(iterations)], model)
+    row = _row(model, iterations, generator)
     shapes = {name: (rows, *cropped_shape(name, tensor.shape, config.data.crop)) for name, tensor in row.items()}
     formats = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in row.items()}
     types = generator.integers(20, size=shapes["aatype"])
     seen = {"aatype": torch.from_numpy(types), "atom_mask": torch.from_numpy(residues.ATOM37_MASK[types] > 0)}
+    seen |= {name: torch.ones(shapes[name], dtype=torch.int64) for name in _IDS if name in row}
     objective = Objective(config.loss, config.learns)
 
     def loss(network: nn.Module) -> Tensor:
@@ -177,6 +188,16 @@ def _loss(config: FoldTrainPlanConfig, model: ModelConfig, rows: int, iterations
         return objective(network, batch | seen)
 
     return loss
+
+
+def _row(model: ModelConfig, iterations: int, generator: np.random.Generator) -> dict[str, Tensor]:
+    """A row of a chain; of a model of complexes that of a complex of one, whose labels come in one copy."""
+    alignment = _alignment(model.max_msa + model.max_extra_msa, generator)
+    chain = _chain(alignment)
+    if isinstance(model, MultimerConfig):
+        example = example_of(chain.name, [chain], [ChainInput(chain.sequence, alignment, alignment)])
+        return row_of_complex(example, model, iterations, generator, [()], np.arange(len(chain)))
+    return row_of(Example(chain, alignment), [draw(alignment, model, generator) for _ in range(iterations)], model)
 
 
 def _alignment(rows: int, generator: np.random.Generator) -> Alignment:

@@ -1,4 +1,4 @@
-"""lDDT of chains that a run does not learn from, with the average of its weights."""
+"""lDDT of chains, or of complexes, that a run does not learn from, with the average of its weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from apps.fold.features.msa import draw
 from apps.fold.loss.heads import lddt
 from apps.fold.model import heads, residues
-from apps.fold.model.config import ModelConfig
-from apps.fold.training.batches import iterations_of, row_of, stacked, truth_of
+from apps.fold.model.config import ModelConfig, MultimerConfig
+from apps.fold.training.batches import iterations_of, row_of, row_of_complex, stacked, truth_of
+from apps.fold.training.complexes import ComplexExample
 from apps.fold.training.dataset import Dataset
 from core.optim.average import WeightAverage
 from core.parallel.parallel_model import ParallelModel
@@ -63,18 +64,24 @@ def validation(
 def _batch(
     dataset: Dataset, number: int, model: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int
 ) -> dict[str, Tensor]:
-    """One chain, with all recycling iterations; the same draws at every validation."""
+    """One chain or complex, with all recycling iterations; the same draws at every validation."""
     example = dataset[number]
-    example = replace(example, templates=example.templates[: model.max_templates])
     generator = np.random.default_rng([seed, number])
-    draws = [draw(example.alignment, model, generator) for _ in range(model.num_recycles + 1)]
-    batch = stacked([row_of(example, draws, model)])
+    iterations = model.num_recycles + 1
+    if isinstance(example, ComplexExample):
+        assert isinstance(model, MultimerConfig)
+        templates = [range(min(count, model.max_templates)) for count in example.num_templates]
+        row = row_of_complex(example, model, iterations, generator, templates, np.arange(len(example)))
+    else:
+        example = replace(example, templates=example.templates[: model.max_templates])
+        row = row_of(example, [draw(example.alignment, model, generator) for _ in range(iterations)], model)
+    batch = stacked([row])
     return {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
 
 
 def _scores(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     prediction = network(iterations_of(batch))
-    truth = truth_of(batch)
+    truth = truth_of(batch, prediction.positions_BN373)
     mask_BN = truth.atom37_mask_BN37[..., residues.CA]
     predicted, true = (x[..., residues.CA, :] for x in (prediction.positions_BN373, truth.atom37_BN373))
     found = (lddt(predicted, true, mask_BN), heads.plddt(prediction.logits.plddt) / 100)

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from apps.fold.loss.heads import distogram_loss, lddt, masked_msa_loss, pae_loss, plddt_loss
-from apps.fold.loss.structure import angle_norm_loss, backbone_fape, chi_loss, fape, side_chain_fape
+from apps.fold.loss.structure import (
+    angle_norm_loss,
+    backbone_fape,
+    centre_loss,
+    chi_loss,
+    complex_fape,
+    fape,
+    side_chain_fape,
+)
 from apps.fold.loss.total import LossConfig, fine_tuning, total_loss
 from apps.fold.loss.truth import frames_of_atoms, renamed, truth_of_atoms
 from apps.fold.loss.violation import clashes_between, clashes_within, peptide_violations, violation_loss
@@ -325,3 +333,69 @@ def test_the_total_is_finite_and_so_are_its_gradients(config: LossConfig) -> Non
     _, without = total_loss(prediction, features, truth, letters, hidden, torch.tensor([5.0]), config)
     assert without["plddt"].item() == without["pae"].item() == 0
     assert frames_of_atoms(features.aatype_BN, positions, mask)[1][0, 4].sum() == 0
+
+
+# Two chains of ten residues and two of padding: a complex.
+ASYM = torch.tensor([[1] * 9 + [2] * 9 + [0] * 2])
+
+
+def test_fape_of_a_complex_is_the_mean_within_chains_and_that_between_them() -> None:
+    predicted, truth = _structure(1), _truth(_structure(2))
+    truth = replace(truth, group_mask_BNG=truth.group_mask_BNG * ASYM.clamp(max=1)[..., None])
+    true = truth.groups.map(lambda x: x[:, :, 0])
+    sums = {name: [0.0, 0] for name in ("within", "free", "between", "limited")}
+    for i in range(18):
+        for j in range(18):
+            here = predicted.backbone.map(lambda x, i=i: x[0, 0, i]).inverse_apply(
+                predicted.backbone.translation[0, 0, j]
+            )
+            there = true.map(lambda x, i=i: x[0, i]).inverse_apply(true.translation[0, j])
+            error = math.sqrt(((here - there) ** 2).sum() + 1e-4)
+            one_chain = (i < 9) == (j < 9)
+            terms = {"within": min(error, 10) / 10, "free": error / 10} if one_chain else {}
+            terms |= {} if one_chain else {"between": error / 20, "limited": min(error, 12) / 20}
+            for name, term in terms.items():
+                sums[name][0] += term
+                sums[name][1] += 1
+    mean = {name: total / count for name, (total, count) in sums.items()}
+    within, between = complex_fape(predicted, truth, ASYM)
+    assert within.item() == pytest.approx(mean["within"], rel=1e-5)
+    assert between.item() == pytest.approx(mean["between"], rel=1e-5)
+    within, between = complex_fape(predicted, truth, ASYM, unclamped=0.3, interface_clamp=12.0)
+    assert within.item() == pytest.approx(0.7 * mean["within"] + 0.3 * mean["free"], rel=1e-5)
+    assert between.item() == pytest.approx(mean["limited"], rel=1e-5)
+    assert mean["limited"] < mean["between"]
+
+
+def test_chains_that_are_too_near_cost_and_those_too_far_do_not() -> None:
+    truth = torch.zeros(1, N, 3, dtype=F64)
+    truth[:, 9:18] = torch.tensor([30.0, 0, 0])
+    seen = torch.ones(1, N, dtype=F64)
+    seen[:, :2] = 0
+    predicted = truth.clone()
+    predicted[:, :2] = 500  # not seen
+    predicted[:, 18:] = 500  # padding
+    for distance, expected in ((30, 0.0), (27, 0.0), (60, 0.0), (10, (16 / 20) ** 2), (2, (24 / 20) ** 2)):
+        predicted[:, 9:18, 0] = distance
+        assert centre_loss(predicted, truth, seen, ASYM).item() == pytest.approx(expected, abs=1e-5)
+    assert centre_loss(predicted, truth, seen, ASYM.clamp(max=1)).item() == 0
+
+
+def test_no_bond_joins_two_chains_whose_atoms_clash_all_the_same() -> None:
+    structure = _structure()
+    atoms, index = structure.atom14[-1], torch.arange(N)[None]
+    asym = torch.tensor([[1] * 10 + [2] * 10])
+    apart = atoms.clone()
+    apart[:, 10:] += 1000.0
+    chain, index_of_chains = violation_loss(apart, AATYPE, index), torch.arange(10).repeat(2)[None]
+    joined = [violation_loss(apart[:, at], AATYPE[:, at], index[:, at]) for at in (slice(10), slice(10, 20))]
+    assert violation_loss(apart, AATYPE, index, asym) < 0.5 * chain  # the bond across is 1,000 Angstrom long
+    assert violation_loss(apart, AATYPE, index, asym) < 2 * sum(joined)
+    crop = torch.cat([torch.arange(10), torch.arange(10, 20)])[None]  # numbers that go on, as crops may have them
+    torch.testing.assert_close(
+        violation_loss(apart, AATYPE, crop, asym), violation_loss(apart, AATYPE, index_of_chains, asym)
+    )
+    on_top = apart.clone()
+    on_top[:, 10:] = atoms[:, :10]  # residues of one number in both chains, one on the other
+    far = violation_loss(apart, AATYPE, index_of_chains, asym)
+    assert violation_loss(on_top, AATYPE, index_of_chains, asym) > far + 1
