@@ -1221,8 +1221,11 @@ def _wide_int4(
 def _by_library(
     codes_MI: Tensor, largest_M: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, y_MO: Tensor
 ) -> Tensor:
-    """The product of integers by torch, then the scales. torch takes no fewer than 17 rows, nor odd sizes."""
-    sums_MO = int_mm(codes_MI, weight_OI.T)
+    """The product of integers by torch, then the scales. torch takes no fewer than 17 rows, nor odd sizes.
+
+    cuBLAS multiplies integers only where both matrices have their rows along I, one after the other.
+    """
+    sums_MO = int_mm(codes_MI, weight_OI.contiguous().T)
     y_MO.copy_(sums_MO * (largest_M[:, None] / 127) * scale_O if bias_O is None else
                torch.addcmul(bias_O.float(), sums_MO * (largest_M[:, None] / 127), scale_O))  # fmt: skip
     return y_MO

@@ -73,7 +73,7 @@ def test_a_training_step_waits_once(device: torch.device) -> None:
         return model(batch["ids"], targets=batch["ids"]) / batch["ids"].numel()
 
     with start("cuda"):
-        model = Decoder(shape)
+        model = Decoder(shape).to(device)
         initialise(model, 0)
         state = build(config, model)
         batch = {"ids": ids.pin_memory()}

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 from core.kernels import specs
 from core.kernels.operator import forced
@@ -50,6 +51,8 @@ Lay = Callable[[Tensor], Tensor]
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New floating memory is NaN, integers are -77: what a kernel leaves out shows."""
+    # Dynamo looks torch's functions up once: had it seen these, it would know torch's own no more.
+    get_torch_obj_rule_map()
     real = {name: getattr(torch, name) for name in ("empty", "empty_like", "empty_strided")}
     real_new = Tensor.new_empty
 

@@ -657,7 +657,7 @@ def test_device_tensors_are_staged_before_training_changes_them(tmp_path, open_c
     for tensor in tensors.values():
         tensor.zero_()
     if device.type == "cuda":
-        assert checkpointer._staging._buffers["x"].is_pinned()
+        assert [buffer.is_pinned() for buffer in checkpointer._staging._buffers.values()] == [True, True]
     _, _, rank_values = checkpointer.load(1, tensors)
     assert same({name: tensor.cpu() for name, tensor in tensors.items()}, before)
     set_rng_state(rank_values)
