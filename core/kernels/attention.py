@@ -199,30 +199,14 @@ def _dot_product(
     return (o_BHLK if empty is None else o_BHLK.masked_fill(empty, 0.0)).transpose(1, 2)
 
 
-def in_one_format(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in a format that torch's fused operator may be given together with what is added.
-
-    A CPU's operator adds in fp32. Those of a GPU read what is added as if it had the queries' format or refuse it
-    (pytorch issue 191612), so that with something wider the product is taken in its format.
-    """
-    if added is None or added.dtype == q.dtype or q.device.type in ("cpu", "meta"):
-        return q, k, v
-    wide = torch.promote_types(added.dtype, q.dtype)
-    assert added.dtype == wide, f"what is added to scores is {added.dtype}, narrower than {q.dtype} of the queries"
-    return q.to(wide), k.to(wide), v.to(wide)
-
-
 def _fused(q_BHLK: Tensor, k_BJSK: Tensor, v_BJSK: Tensor, added: Tensor | None, causal: bool, scale: float) -> Tensor:
     if q_BHLK.is_meta and not torch.is_grad_enabled():
         # Torch would show the meta device a way with all scores in memory that a CPU does not take.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHLK, k_BJSK, v_BJSK, 0.0, causal, attn_mask=added, scale=scale
         )[0]
-    dtype = q_BHLK.dtype
-    q_BHLK, k_BJSK, v_BJSK = in_one_format(q_BHLK, k_BJSK, v_BJSK, added)
     grouped = q_BHLK.shape[1] != k_BJSK.shape[1]
-    o_BHLK = torch_attention(q_BHLK, k_BJSK, v_BJSK, added, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return o_BHLK.to(dtype)
+    return torch_attention(q_BHLK, k_BJSK, v_BJSK, added, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def _is_shared(

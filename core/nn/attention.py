@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.compat import uncompiled
-from core.kernels.attention import attention, attention_varlen, in_one_format
+from core.kernels.attention import attention, attention_varlen
 from core.kernels.operator import runs_kernel
 from core.kernels.torch_attention import torch_attention
 from core.nn.causal_attention import causal_attention, fits
@@ -182,9 +182,9 @@ def dot_product_attention(
     if is_causal and bias is None and fits(q_BLHK, k_BSJK):
         return causal_attention(q_BLHK, k_BSJK, v_BSJK)
     grouped = q_BLHK.shape[2] != k_BSJK.shape[2]
-    q_BHLK, k_BJSK, v_BJSK = in_one_format(q_BLHK.transpose(1, 2), k_BSJK.transpose(1, 2), v_BSJK.transpose(1, 2), bias)
+    q_BHLK, k_BJSK, v_BJSK = (x.transpose(1, 2) for x in (q_BLHK, k_BSJK, v_BSJK))
     o_BHLK = torch_attention(q_BHLK, k_BJSK, v_BJSK, bias, is_causal=is_causal, enable_gqa=grouped)
-    return o_BHLK.transpose(1, 2).to(q_BLHK.dtype)
+    return o_BHLK.transpose(1, 2)
 
 
 def visible_keys(

@@ -181,3 +181,14 @@ def test_a_copy_that_begins_evenly_keeps_its_values_and_expanded_dims(monkeypatc
     assert torch.equal(even, mask)
     assert even.untyped_storage().nbytes() == 5 * 24 * 4
     assert torch_attention._begins_evenly(even) is even
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_torch_attends_in_16_bits_with_slopes(dtype: torch.dtype) -> None:
+    """Distances are in fp32 beside queries in 16 bits, which a GPU's attention would read as if they were in 16."""
+    inputs = batch(Q=1, K=16, slopes=True)
+    wanted = reference(**inputs)
+    narrow = {name: value.to(dtype) if name in ("q", "k_pages", "v_pages") else value for name, value in inputs.items()}
+    found = reference(**narrow)
+    assert found.dtype == dtype
+    assert float((found.float() - wanted).abs().max()) <= 16 * torch.finfo(dtype).eps * float(wanted.abs().max())

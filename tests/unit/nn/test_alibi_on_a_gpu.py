@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.attention import in_one_format
+from core.kernels.torch_attention import in_one_format
 from core.models import Decoder, DecoderConfig
 from core.models.generate import cached
 from core.nn.attention import StepContext
