@@ -61,6 +61,7 @@ class CodedRows:
     @torch.no_grad()
     def encode(self, rows: Tensor) -> Tensor:
         """[R, elements] -> uint8[R, num_bytes]."""
+        assert rows.shape[1] == self.elements, f"rows of {rows.shape[1]} elements are not those of {self.elements}"
         wide = torch.promote_types(rows.dtype, torch.float32)
         message = rows.new_empty(len(rows), self.num_bytes(rows.element_size()), dtype=torch.uint8)
         behind = self.num_blocks * self.code.num_bytes

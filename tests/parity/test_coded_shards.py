@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from core.checkpoint import CheckpointConfig
 from core.comm.block_code import RoundedCode
+from core.comm.coded_rows import CodedRows, gather_coded, sum_coded
 from core.comm.volume import count_volume
 from core.compose import ParallelConfig, parallelize
 from core.layout import full_tensor
@@ -20,6 +22,7 @@ from core.mesh import MeshConfig, Zero, build_mesh
 from core.metrics import read_metrics
 from core.models.decoder import DecoderConfig
 from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.coded_shards import CodedShards
 from core.parallel.compress import CommConfig
 from tests.parity.test_resume import stopped_and_straight
 from tests.parity.test_train import GPT2, LLAMA, TOLERANCE
@@ -233,3 +236,43 @@ def test_figures_of_what_is_lost(ranks, tmp_path: Path) -> None:
         assert 0 < figures["weights_error"] < 0.01
         assert 0.01 < figures["gradients_error"] < 0.2
         assert 0.98 < figures["gradients_cosine"] < 1
+
+
+def stale(shards: CodedShards) -> None:
+    """The second copy stays when masters have changed."""
+
+
+def with_own_rows(whole: Tensor, own: Tensor, rows: CodedRows, group: dist.ProcessGroup) -> None:
+    """A rank computes with its own rows as they were."""
+    exact = own.clone()
+    gather_coded(whole, own, rows, group)
+    whole[group.rank()] = exact
+
+
+def between_nodes_alone(whole: Tensor, rows: CodedRows, within: Any, between: Any) -> Tensor:
+    """What goes within a node is not coded."""
+    if within is not None:
+        mine = whole.unflatten(0, (-1, within.size())).contiguous()
+        dist.all_reduce(mine, group=within)
+        whole = mine[:, within.rank()].contiguous()
+    return sum_coded(whole, rows, None, between)
+
+
+MUTATIONS = {
+    "stale": ("CodedShards.publish", stale),
+    "own rows": ("gather_coded", with_own_rows),
+    "one hop": ("sum_coded", between_nodes_alone),
+}
+
+
+def mutated(mutation: str, comm: CommConfig) -> dict[str, Any]:
+    name, instead = MUTATIONS[mutation]
+    with patch(f"core.parallel.coded_shards.{name}", instead):
+        return trained(comm, 3, 1)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mistake_is_seen(ranks, mutation: str) -> None:
+    comm = replace(ALL, node=2, secondary=True)
+    found, expected = ranks(4).run(mutated, mutation, comm)[0], simulated(comm, 4, 1)
+    assert abs(found["losses"][-1] / expected["losses"][-1] - 1) > 1e-6

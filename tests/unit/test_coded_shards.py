@@ -87,7 +87,9 @@ def test_a_quarter_of_zero_3_crosses_between_nodes(name: str, num_nodes: int, no
     assert share > 0.25 + 0.9 * scales
 
 
-@pytest.mark.parametrize(("num_ranks", "node"), [(2, 1), (3, 1), (8, 8), (12, 4), (4096, 1), (4096, 8)])
+@pytest.mark.parametrize(
+    ("num_ranks", "node"), [(2, 1), (3, 1), (8, 8), (12, 4), pytest.param(4096, 1, marks=pytest.mark.soak), (4096, 8)]
+)
 def test_bytes_of_ranks_that_do_not_exist(num_ranks: int, node: int) -> None:
     comm, model = replace(ALL, node=node, secondary=False), nn.Linear(70, 1000)
     with pretended(num_ranks):
