@@ -51,7 +51,7 @@ def test_a_hundred_predictions_are_relaxed_within_their_limit(tmp_path: Path) ->
         report = json.loads((folder / "rank_1_relaxation.json").read_text())
         assert report["seconds"] < LIMIT_S + 1, report
         assert report["violating_residues_after"] <= report["violating_residues_before"], report
-        assert report["rounds"][-1]["energy_after_kcal_mol"] < report["rounds"][0]["energy_before_kcal_mol"]
+        assert report["rounds"][-1]["energy_after_kcal_mol"] <= report["rounds"][0]["energy_before_kcal_mol"]
         (one,) = read_structure(folder / "rank_1_relaxed.cif")
         assert one.sequence == sequence
         clean += report["violating_residues_after"] == 0

@@ -1,5 +1,6 @@
 """Relaxation without OpenMM: what counts as a violation, the minimizer of our own, the command and its refusals."""
 
+import gzip
 import json
 import sys
 from dataclasses import replace
@@ -164,7 +165,7 @@ def test_what_cannot_be_relaxed_gets_a_line_and_the_others_go_on(tmp_path: Path,
     source = tmp_path / "in"
     source.mkdir()
     whole = (STRUCTURES / "1a8o.cif").read_text()
-    (source / "good.pdb").write_bytes((STRUCTURES / "1ejg.pdb").read_bytes())
+    (source / "good.pdb.gz").write_bytes(gzip.compress((STRUCTURES / "1ejg.pdb").read_bytes()))
     (source / "cut.cif").write_text(whole[: len(whole) // 2])
     (source / "empty.cif").write_text("")
     lines = [line for line in whole.splitlines() if not (line.startswith(("ATOM", "HETATM")) and " 160 " in line)]
