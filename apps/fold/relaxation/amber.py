@@ -61,6 +61,12 @@ class Amber:
 
     def __init__(self, structure: Structure, platform: str = "CPU"):
         self._packages = find_openmm()
+        lone = ~structure.follows_N & ~np.append(structure.follows_N[1:], False)
+        if lone.any():
+            raise UserError(
+                f"residue {int(np.argmax(lone)) + 1} is bonded to no other, and AMBER99SB knows no such residue; give "
+                "--method violations, or leave it out"
+            )
         openmm, app, unit, _ = self._packages
         self._structure, self.placed_NA = structure, residues.ATOM14_MASK[structure.aatype_N]
         self._platform = _platform(openmm, platform)

@@ -94,6 +94,14 @@ def test_planted_clashes_go_and_the_rest_stays(seed: int) -> None:
     np.testing.assert_array_equal(found.chains[0].mask.sum(1), one.mask[:, : residues.NUM_ATOM37 - 1].sum(1))
 
 
+def test_atoms_in_one_place_are_drawn_apart() -> None:
+    one = chain("1ejg.pdb")
+    heap = replace(one, positions=0.5 * np.round(0.2 * one.positions))
+    found = relax([heap], Violations, 60.0)
+    assert found.rounds[-1].energy_after < 0.05 * found.rounds[0].energy_before
+    assert len(found.violations_after) < len(found.violations_before)
+
+
 class Still:
     """A minimizer that moves nothing, and notes which residues it was to hold."""
 
