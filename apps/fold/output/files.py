@@ -18,6 +18,14 @@ from apps.fold.model import residues
 from apps.fold.model.heads import distogram_edges, max_aligned_error
 from apps.fold.output.confidence import Folded
 from apps.fold.output.interfaces import interfaces
+from apps.fold.output.modelcif import (
+    Categories,
+    about_model,
+    about_residues,
+    about_sequences,
+    about_software,
+    three_letters,
+)
 
 PDB_ATOMS, PDB_RESIDUES = 99_999, 9_999  # what the format can number
 PDB_CHAINS = string.ascii_uppercase + string.ascii_lowercase + string.digits
@@ -71,33 +79,11 @@ def numbering(folded: Folded, authors: list[tuple[str, str, str]] | None = None)
     return found
 
 
-def _entities(folded: Folded, name: str) -> dict[str, Any]:
-    """The categories of sequences and of the chains that have them."""
+def _sequences(folded: Folded, name: str) -> Categories:
     sequences = [folded.sequence[rows] for rows in folded.chain_rows()]
     known = list(dict.fromkeys(sequences))
-    ids = [chain_id(number) for number in range(1, len(sequences) + 1)]
-    of_entity = [",".join(one for one, sequence in zip(ids, sequences) if sequence == entity) for entity in known]
-    numbers = [str(number) for number in range(1, len(known) + 1)]
-    rows = [
-        (str(entity), str(at), residues.THREE_LETTERS.get(letter, "UNK"))
-        for entity, sequence in enumerate(known, 1)
-        for at, letter in enumerate(sequence, 1)
-    ]
-    names = [name] if len(known) == 1 else [f"{name}, sequence {number}" for number in numbers]
-    return {
-        "_entity.id": numbers,
-        "_entity.type": ["polymer"] * len(known),
-        "_entity.pdbx_description": names,
-        "_entity_poly.entity_id": numbers,
-        "_entity_poly.type": ["polypeptide(L)"] * len(known),
-        "_entity_poly.pdbx_strand_id": of_entity,
-        "_entity_poly.pdbx_seq_one_letter_code": known,
-        "_struct_asym.id": ids,
-        "_struct_asym.entity_id": [str(known.index(sequence) + 1) for sequence in sequences],
-        "_entity_poly_seq.entity_id": [row[0] for row in rows],
-        "_entity_poly_seq.num": [row[1] for row in rows],
-        "_entity_poly_seq.mon_id": [row[2] for row in rows],
-    }
+    chains = [(chain_id(number), str(known.index(one) + 1)) for number, one in enumerate(sequences, 1)]
+    return about_sequences(known, name, chains)
 
 
 def write_mmcif(
@@ -116,7 +102,7 @@ def write_mmcif(
     from Bio.PDB.mmcifio import MMCIFIO
 
     listed = atoms(folded) if listed is None else listed
-    three = [residues.THREE_LETTERS.get(letter, "UNK") for letter in folded.sequence]
+    three = three_letters(folded.sequence)
     at = numbering(folded, authors)
     ordinals = [str(number) for number in range(1, len(three) + 1)]
     count = len(listed)
@@ -131,12 +117,11 @@ def write_mmcif(
             "_entry.id": name,
             "_struct.entry_id": name,
             "_struct.title": title,
-            **_entities(folded, name),
-            "_ma_qa_metric.id": ["1", "2"],
-            "_ma_qa_metric.mode": ["global", "local"],
-            "_ma_qa_metric.name": ["pLDDT", "pLDDT"],
-            "_ma_qa_metric.type": ["pLDDT", "pLDDT"],
-            "_ma_qa_metric.software_group_id": ["1", "1"],
+            "_struct.pdbx_structure_determination_methodology": "computational",
+            **about_software(),
+            **_sequences(folded, name),
+            **about_residues(at.chains, at.entities, three, at.numbers, at.authors),
+            **about_model(title),
             "_ma_qa_metric_global.ordinal_id": ["1"],
             "_ma_qa_metric_global.model_id": ["1"],
             "_ma_qa_metric_global.metric_id": ["1"],
@@ -148,6 +133,7 @@ def write_mmcif(
             "_ma_qa_metric_local.label_comp_id": three,
             "_ma_qa_metric_local.metric_id": ["2"] * len(three),
             "_ma_qa_metric_local.metric_value": plddt,
+            "_atom_type.symbol": sorted({atom.name[0] for atom in listed}),
             "_atom_site.group_PDB": ["ATOM"] * count,
             "_atom_site.id": [str(number) for number in range(1, count + 1)],
             "_atom_site.type_symbol": [atom.name[0] for atom in listed],
@@ -165,6 +151,8 @@ def write_mmcif(
             "_atom_site.B_iso_or_equiv": [plddt[row] for row in of_atoms],
             "_atom_site.auth_seq_id": list(author_numbers),
             "_atom_site.auth_asym_id": list(author_chains),
+            "_atom_site.auth_comp_id": [three[row] for row in of_atoms],
+            "_atom_site.auth_atom_id": [atom.name for atom in listed],
             "_atom_site.pdbx_PDB_model_num": ["1"] * count,
         }
     )

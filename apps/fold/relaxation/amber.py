@@ -61,6 +61,12 @@ class Amber:
 
     def __init__(self, structure: Structure, platform: str = "CPU"):
         self._packages = find_openmm()
+        lone = ~structure.follows_N & ~np.append(structure.follows_N[1:], False)
+        if lone.any():
+            raise UserError(
+                f"residue {int(np.argmax(lone)) + 1} is bonded to no other, and AMBER99SB knows no such residue; give "
+                "--method violations, or leave it out"
+            )
         openmm, app, unit, _ = self._packages
         self._structure, self.placed_NA = structure, residues.ATOM14_MASK[structure.aatype_N]
         self._platform = _platform(openmm, platform)
@@ -100,8 +106,12 @@ class Amber:
             openmm.LocalEnergyMinimizer.minimize(self._context, TOLERANCE, 0, watch)
         except openmm.OpenMMException as error:
             raise Unstable(f"OpenMM cannot minimize this structure: {str(error).partition('.  ')[0]}") from error
-        self._positions = self._read()
-        return Round(before, self._energy(), watch.iterations, watch.end)
+        found, after = self._read(), self._energy()
+        if after > before:  # stopped while bonds with hydrogens were not yet as long as they have to be
+            self._context.setPositions(self._positions)
+            return Round(before, before, watch.iterations, watch.end)
+        self._positions = found
+        return Round(before, after, watch.iterations, watch.end)
 
     def positions(self) -> np.ndarray:
         found = np.zeros_like(self._structure.atoms_NA3)

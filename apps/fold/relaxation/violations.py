@@ -25,23 +25,22 @@ _ANGLE_STIFFNESS = 120.0  # kcal/mol, of cosines
 _FREE = 2.0  # deviations
 _MARGIN = 0.1  # Angstrom by which atoms are drawn further apart than they have to be
 _ITERATIONS, _BATCH = 1_000, 20  # at most in a round, and between two looks at which atoms are near
+_NOISE = 0.01  # Angstrom
 _CONVERGED = 1e-4  # kcal/mol by which a batch lowers the energy of an atom, at the end
 
 
 def drawn_apart(structure: Structure, deadline: float) -> Structure:
-    """The structure with its violations mended, whatever the way: for one whose atoms lie on each other.
-
-    Atoms begin a hundredth of an Angstrom from where they were, since two in one place know no direction.
-    """
-    noise = np.random.default_rng(0).normal(0, 0.01, structure.atoms_NA3.shape)
-    started = replace(structure, atoms_NA3=structure.atoms_NA3 + noise * structure.exists_NA[..., None])
-    moving = Violations(started)
+    """The structure with its violations mended, whatever the way: for one whose atoms lie on each other."""
+    moving = Violations(structure)
     moving.minimize(np.zeros(len(structure.aatype_N), bool), deadline, lambda text: None)
     return replace(structure, atoms_NA3=moving.positions() * structure.exists_NA[..., None])
 
 
 class Violations:
-    """See `apps.fold.relaxation.protocol.Minimizer`.  Atoms that are missing stay so."""
+    """See `apps.fold.relaxation.protocol.Minimizer`.  Atoms that are missing stay so.
+
+    Atoms in one place, which know no direction, begin a hundredth of an Angstrom from there.
+    """
 
     method = "violations by L-BFGS (no force field)"
 
@@ -49,7 +48,10 @@ class Violations:
         self._structure, self.placed_NA = structure, structure.exists_NA
         self._rules = Stereochemistry(structure.aatype_N, structure.exists_NA, structure.follows_N)
         self._exists_M = torch.from_numpy(structure.exists_NA.reshape(-1) > 0)
-        self._flat_M3 = torch.from_numpy(structure.atoms_NA3.copy()).reshape(-1, 3)
+        flat_M3 = structure.atoms_NA3.reshape(-1, 3)
+        _, place_M, count = np.unique(np.round(flat_M3, 3), axis=0, return_inverse=True, return_counts=True)
+        noise_M3 = np.random.default_rng(0).normal(0, _NOISE, flat_M3.shape) * (count[place_M.reshape(-1)] > 1)[:, None]
+        self._flat_M3 = torch.from_numpy(flat_M3 + noise_M3 * structure.exists_NA.reshape(-1, 1))
 
     def minimize(self, held_N: np.ndarray, deadline: float, tell: Tell) -> Round:
         start_M3, x_M3 = self._flat_M3, self._flat_M3.clone().requires_grad_()

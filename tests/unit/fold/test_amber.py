@@ -86,5 +86,11 @@ def test_missing_atoms_are_placed_and_hydrogens_are_where_they_were_before() -> 
 
 
 def test_what_openmm_has_not_is_said() -> None:
+    one = chain("1ejg.pdb")
+    first = replace(
+        one, sequence="T", numbers=("1",), positions=one.positions[:1], mask=one.mask[:1], b_factors=one.b_factors[:1]
+    )
+    with pytest.raises(UserError, match="residue 47 is bonded to no other"):
+        relax([one, first], Amber, 60.0)
     with pytest.raises(UserError, match="no platform 'Quantum' here; it has Reference, CPU"):
         relax([chain("1ejg.pdb")], partial(Amber, platform="Quantum"), 60.0)

@@ -1,5 +1,6 @@
 """Relaxation without OpenMM: what counts as a violation, the minimizer of our own, the command and its refusals."""
 
+import gzip
 import json
 import sys
 from dataclasses import replace
@@ -93,6 +94,14 @@ def test_planted_clashes_go_and_the_rest_stays(seed: int) -> None:
     np.testing.assert_array_equal(found.chains[0].mask.sum(1), one.mask[:, : residues.NUM_ATOM37 - 1].sum(1))
 
 
+def test_atoms_in_one_place_are_drawn_apart() -> None:
+    one = chain("1ejg.pdb")
+    heap = replace(one, positions=0.5 * np.round(0.2 * one.positions))
+    found = relax([heap], Violations, 60.0)
+    assert found.rounds[-1].energy_after < 0.05 * found.rounds[0].energy_before
+    assert len(found.violations_after) < len(found.violations_before)
+
+
 class Still:
     """A minimizer that moves nothing, and notes which residues it was to hold."""
 
@@ -164,7 +173,7 @@ def test_what_cannot_be_relaxed_gets_a_line_and_the_others_go_on(tmp_path: Path,
     source = tmp_path / "in"
     source.mkdir()
     whole = (STRUCTURES / "1a8o.cif").read_text()
-    (source / "good.pdb").write_bytes((STRUCTURES / "1ejg.pdb").read_bytes())
+    (source / "good.pdb.gz").write_bytes(gzip.compress((STRUCTURES / "1ejg.pdb").read_bytes()))
     (source / "cut.cif").write_text(whole[: len(whole) // 2])
     (source / "empty.cif").write_text("")
     lines = [line for line in whole.splitlines() if not (line.startswith(("ATOM", "HETATM")) and " 160 " in line)]

@@ -71,9 +71,96 @@ def test_the_mmcif_has_what_viewers_colour_by(tmp_path: Path) -> None:
     read = MMCIF2Dict(str(tmp_path / "a.cif"))
     assert read["_ma_qa_metric_local.metric_value"] == [f"{value:.2f}" for value in folded.plddt]
     assert read["_ma_qa_metric_global.metric_value"] == [f"{folded.mean_plddt:.2f}"]
-    assert "".join(read["_entity_poly.pdbx_seq_one_letter_code"]) == SEQUENCE
+    assert read["_entity_poly.pdbx_seq_one_letter_code_can"] == [SEQUENCE]
+    assert read["_entity_poly.pdbx_seq_one_letter_code"] == [SEQUENCE.replace("X", "(UNK)")]
     assert read["_entity_poly_seq.mon_id"][15] == "UNK"
     assert len(set(read["_atom_site.id"])) == len(read["_atom_site.id"]) == int(folded.mask.sum())
+
+
+def _complex() -> Folded:
+    """Chains of two entities, the second one twice."""
+    one, count = _folded(), len(SEQUENCE)
+    three = replace(
+        one,
+        sequence=SEQUENCE[:5] + SEQUENCE[5:] + SEQUENCE[5:],
+        **{name: np.concatenate([x, x[5:]]) for name in ("positions", "mask", "plddt") for x in [getattr(one, name)]},
+        pae=None,
+        distances=None,
+        lengths=(5, count - 5, count - 5),
+    )
+    assert len(three.plddt) == sum(three.lengths)
+    return three
+
+
+PARENTS = {
+    "_entity_poly.entity_id": "_entity.id",
+    "_entity_poly_seq.entity_id": "_entity.id",
+    "_entity_poly_seq.mon_id": "_chem_comp.id",
+    "_struct_asym.entity_id": "_entity.id",
+    "_pdbx_poly_seq_scheme.asym_id": "_struct_asym.id",
+    "_pdbx_poly_seq_scheme.mon_id": "_chem_comp.id",
+    "_ma_target_entity.entity_id": "_entity.id",
+    "_ma_target_entity.data_id": "_ma_data.id",
+    "_ma_target_entity_instance.asym_id": "_struct_asym.id",
+    "_ma_target_entity_instance.entity_id": "_entity.id",
+    "_ma_software_group.software_id": "_software.pdbx_ordinal",
+    "_ma_qa_metric.software_group_id": "_ma_software_group.group_id",
+    "_ma_qa_metric_global.metric_id": "_ma_qa_metric.id",
+    "_ma_qa_metric_local.metric_id": "_ma_qa_metric.id",
+    "_ma_qa_metric_local.label_asym_id": "_struct_asym.id",
+    "_ma_model_list.data_id": "_ma_data.id",
+    "_ma_model_group_link.group_id": "_ma_model_group.id",
+    "_ma_model_group_link.model_id": "_ma_model_list.ordinal_id",
+    "_ma_data_group.data_id": "_ma_data.id",
+    "_ma_protocol_step.software_group_id": "_ma_software_group.group_id",
+    "_ma_protocol_step.input_data_group_id": "_ma_data_group.group_id",
+    "_ma_protocol_step.output_data_group_id": "_ma_data_group.group_id",
+    "_atom_site.label_asym_id": "_struct_asym.id",
+    "_atom_site.label_entity_id": "_entity.id",
+    "_atom_site.label_comp_id": "_chem_comp.id",
+    "_atom_site.type_symbol": "_atom_type.symbol",
+    "_atom_site.pdbx_PDB_model_num": "_ma_model_list.ordinal_id",
+}
+"""Items of ModelCIF's dictionary and those whose values theirs have to be, as it links them."""
+
+
+def test_what_the_mmcif_refers_to_is_in_it(tmp_path: Path) -> None:
+    from Bio.PDB.MMCIF2Dict import MMCIF2Dict
+
+    write_mmcif(tmp_path / "a.cif", _complex(), "a", "title")
+    read = MMCIF2Dict(str(tmp_path / "a.cif"))
+    for child, parent in PARENTS.items():
+        assert set(read[child]) <= set(read[parent]), child
+    assert read["_entity.pdbx_number_of_molecules"] == ["1", "2"]
+    assert read["_entity_poly.pdbx_strand_id"] == ["A", "B,C"]
+    assert len(read["_pdbx_poly_seq_scheme.seq_id"]) == len(_complex().sequence)
+    glycine = read["_chem_comp.id"].index("GLY")
+    assert read["_chem_comp.formula_weight"][glycine] == "75.067"  # as the PDB's Chemical Component Dictionary has it
+
+
+def test_modelcif_and_gemmi_read_it(tmp_path: Path) -> None:
+    gemmi = pytest.importorskip("gemmi", reason="the dev extra installs it")
+    reader = pytest.importorskip("modelcif.reader", reason="the dev extra installs it")
+    found, path = _complex(), tmp_path / "a.cif"
+    write_mmcif(path, found, "a", "a title, with 'quotes'")
+    with open(path) as file:
+        (system,) = reader.read(file)
+    assert system.title == "a title, with 'quotes'"
+    assert [(asym.id, len(asym.entity.sequence)) for asym in system.asym_units] == [
+        (chain, length) for chain, length in zip("ABC", found.lengths)
+    ]
+    ((model,),) = system.model_groups
+    assert len(model._atoms) == int(found.mask.sum())
+    of_residues = [metric.value for metric in model.qa_metrics if hasattr(metric, "residue")]
+    (whole,) = (metric.value for metric in model.qa_metrics if not hasattr(metric, "residue"))
+    np.testing.assert_allclose([whole, *of_residues], [found.mean_plddt, *found.plddt], atol=0.006)
+    assert [(type(step).__name__, step.software[0].name) for step in system.protocols[0].steps] == [
+        ("ModelingStep", "Megalith")
+    ]
+    structure = gemmi.read_structure(str(path))
+    there = [sum(letter != "X" for letter in found.sequence[rows]) for rows in found.chain_rows()]
+    assert [(chain.name, len(chain)) for chain in structure[0]] == list(zip("ABC", there))
+    assert [entity.polymer_type for entity in structure.entities] == 2 * [gemmi.PolymerType.PeptideL]
 
 
 def test_confidences_and_plots(tmp_path: Path) -> None:
