@@ -138,7 +138,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
-    *("gemini.policy", "comm.compress", "local.every"),
+    *("gemini.policy", "comm.compress", "local.every", "elastic.store"),
 )
 """Options of a plan that a search does not take."""
 
