@@ -52,7 +52,6 @@ CONNECT_S = 60.0
 IDLE_S = 60.0
 """without a sign of life, after which a store that a replica has started ends"""
 _ANSWER_S = 30.0
-_WAIT_S = 1.0
 _BEGAN = "began"
 _SIGNS = "signs"
 
@@ -523,17 +522,15 @@ class Members:
         store.append(key, f"{self.id},")
 
     def _wait_for(self, key: str) -> None:
-        while True:
-            if self._gone:
-                raise StoreLost
-            try:
-                self._store.wait([key], timedelta(seconds=_WAIT_S))
-                return
-            except RuntimeError:
-                try:
-                    self._store.check([key])
-                except RuntimeError as error:
-                    raise StoreLost from error
+        pause = 5e-4  # a wait of the store's own that times out is told of on stderr
+        try:
+            while not self._store.check([key]):
+                if self._gone:
+                    raise StoreLost
+                time.sleep(pause)
+                pause = min(1.5 * pause, 0.02)
+        except RuntimeError as error:
+            raise StoreLost from error
 
     def _abort(self, store: TCPStore, word: str) -> None:
         """Let nobody take the step at hand, unless all have voted."""

@@ -106,6 +106,8 @@ class ValidationConfig:
 class DiffusionConfig(TrainConfig):
     """Train a Stable Diffusion pipeline; what all commands have."""
 
+    ELASTIC: ClassVar[bool] = False
+
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("model", "data.images", "data.global_batch", "data.resolution", "train_text_encoder", "average"),
         *("validation.prompts", "validation.images"),

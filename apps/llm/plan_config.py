@@ -139,7 +139,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
     *("gemini.policy", "gemini.host", "comm.compress", "comm.weights", "comm.gradients", "comm.secondary"),
-    *("comm.activations", "local.every"),
+    *("comm.activations", "local.every", "elastic.store"),
 )
 """Options of a plan that a search does not take."""
 

@@ -192,6 +192,8 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
 
 def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
     """Print the run's results, and the commands that take them next."""
+    if summary["status"] == "followed":  # the replica that led to the end tells of it
+        return
     plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
     if summary["status"] == "stopped" or summary["step"] < config.steps:
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")

@@ -1,4 +1,4 @@
-"""Replicas that are killed, stopped and join: losses of a run that nobody disturbs, and every row is seen once."""
+"""Replicas that are killed, stopped and join: losses are those of a run that nobody disturbs, each row is seen once."""
 
 import os
 import random

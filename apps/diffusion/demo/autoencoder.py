@@ -14,7 +14,7 @@ Shapes: B pictures, C = 4 channels and h = w = 8 of latents; pixels from -1 to 1
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ DECODER_NOISE = 0.05
 @dataclass(frozen=True)
 class AutoencoderConfig(TrainConfig):
     """A training run of the tiny VAE, or of its decoder."""
+
+    ELASTIC: ClassVar[bool] = False
 
     global_batch: int = 8
     num_pictures: int = 4096

@@ -73,6 +73,8 @@ class DataConfig(BatchConfig):
 class FoldTrainConfig(TrainConfig):
     """Train the structure predictor on experimental structures."""
 
+    ELASTIC: ClassVar[bool] = False
+
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("data.structures", "data.alignments", "data.templates", "data.validation", "data.crop", "data.global_batch"),
         *("model", "average", *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")), "nproc"),
