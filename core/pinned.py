@@ -17,16 +17,20 @@ from core.config import UserError, in_words
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 
 
-def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool, paged: bool = False) -> Tensor:
     """[num_elements] on the host, undefined; `pinned` in registered pages, less than one page more than it needs.
+
+    paged  in pages of its own also where they are not registered: it begins at one, as a drive wants it
 
     Raises UserError where the driver locks no more memory (`ulimit -l`, the limit of a container).
     """
-    if not pinned or num_elements == 0:
+    if not (pinned or paged) or num_elements == 0:
         return torch.empty(num_elements, dtype=dtype, device="cpu")
     num_bytes = _whole_pages(num_elements * dtype.itemsize)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(pages, dtype=dtype, count=num_elements)
+    if not pinned:
+        return tensor
     _register(tensor.data_ptr(), num_bytes)
     # The tensor's storage holds the pages, so they are unmapped later than this is called.
     weakref.finalize(tensor.untyped_storage(), _unregister, tensor.data_ptr(), pages)

@@ -26,8 +26,10 @@ _LOCK, _MADE = ".lock", ".made"
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold(folder: Path, option: str = "--out") -> Iterator[None]:
     """Keep other runs out of a folder, which is made, for the length of the block.
+
+    option  that the folder was given by
 
     Raises UserError, naming the other process and when it began, where a run holds it.
     """
@@ -38,7 +40,7 @@ def hold(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{folder} is in use by {_holder(path)}; wait for it, end it, or give another --out"
+                f"{folder} is in use by {_holder(path)}; wait for it, end it, or give another {option}"
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):

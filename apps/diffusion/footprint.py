@@ -41,6 +41,7 @@ from core.config import UserError, in_words
 from core.estimate import estimate_step
 from core.estimate.residency import estimate_gemini
 from core.gemini.chunk import Sharers
+from core.gemini.direct import with_drive
 from core.gemini.planning import probe_bytes
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
@@ -325,7 +326,7 @@ def under_budget(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace)
         model,
         step,
         budget_bytes,
-        _bandwidth(config, ranks, probe_bytes(_bytes(model), budget_bytes)),
+        with_drive(_bandwidth(config, ranks, probe_bytes(_bytes(model), budget_bytes)), config.gemini.disk),
         config.optim,
         config.wide,
         shared_by=lambda name: Sharers(ranks=ranks, sends=config.nproc > 1),

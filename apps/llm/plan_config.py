@@ -131,6 +131,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
                 found["bandwidth_gb_s"] = why
         if not is_traced(self) and self.source is None:
             found["memory_gb_s"] = "without a budget; give --gemini.budget or --recompute.mode budget"
+        found["gemini.durable_every"] = "in a plan, which is of steps that are all made durable; leave it out"
         if self.pipeline.cost != "estimated":
             found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
         return found
@@ -138,8 +139,9 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
-    *("gemini.policy", "gemini.host", "comm.compress", "comm.weights", "comm.gradients", "comm.secondary"),
-    *("comm.activations", "local.every", "elastic.store"),
+    *("gemini.policy", "gemini.host", "gemini.disk", "gemini.durable_every"),
+    *("comm.compress", "comm.weights", "comm.gradients", "comm.secondary", "comm.activations"),
+    *("local.every", "elastic.store"),
 )
 """Options of a plan that a search does not take."""
 

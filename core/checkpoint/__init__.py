@@ -13,7 +13,16 @@ form of parallelism cut it, this package does not know.
 from core.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from core.checkpoint.rng import rng_state, rng_text, set_rng_state, set_rng_text
 from core.checkpoint.shards import staged_bytes
-from core.checkpoint.stored import Stored, StoredTensor, complete_steps, inspect, iterate_full, read_full
+from core.checkpoint.stored import (
+    Stored,
+    StoredTensor,
+    complete_steps,
+    decode_rank_values,
+    encode_rank_values,
+    inspect,
+    iterate_full,
+    read_full,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -21,6 +30,8 @@ __all__ = [
     "Stored",
     "StoredTensor",
     "complete_steps",
+    "decode_rank_values",
+    "encode_rank_values",
     "inspect",
     "iterate_full",
     "read_full",

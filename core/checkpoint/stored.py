@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
@@ -416,6 +417,13 @@ def encode_rank_values(values: dict[str, Tensor | bytes]) -> bytes:
         for name, v in values.items()
     }
     return to_safetensors(tensors, metadata={"bytes": json.dumps(as_bytes)})
+
+
+def decode_rank_values(raw: bytes) -> dict[str, Tensor | bytes]:
+    """What `encode_rank_values` was given, of bytes that are known to be whole."""
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    as_bytes = json.loads(header["__metadata__"]["bytes"])
+    return {name: t.numpy().tobytes() if name in as_bytes else t for name, t in from_safetensors(raw).items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

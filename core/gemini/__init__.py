@@ -20,6 +20,11 @@ transport  fetching and reducing a chunk, over the link and the ranks
 executor   what comes and goes at each moment, never over the budget
 hooks      which moment it is, told by hooks on the model's modules
 replicas   Gemini as the training loop sees it
+disk       chunks that live on a drive below the host, and durable steps
+    direct      reads and writes past the page cache, with checksums
+    slots       what lies where in a chunk's two places on the drive
+    generation  the record of a durable step, and the folder with both
+    durable     what the training loop asks of them
 loop       Gemini in a loop of one's own: `wrap`
 """
 

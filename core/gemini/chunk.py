@@ -20,7 +20,9 @@ one plan, and what one rank lets go, others must, too.
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,12 @@ class Sharers:
 
 
 ALONE = Sharers()
+
+
+class Away(Protocol):
+    """The place below the host where a chunk lives (`core.gemini.disk`)."""
+
+    def values(self, chunk: "Chunk") -> AbstractContextManager[Tensor]: ...
 
 
 def sharers(mesh: AnyMesh, axes: Collection[str], shards: bool) -> Sharers:
@@ -129,6 +137,7 @@ class Chunk:
     resident  lives on the device for good, masters and gradients too
     alone     resident, and no other rank has gradients for it: they become the masters' without passing the buffer
     merged    alone, and the buffer is the shard
+    away      where it lives, if it is not in memory; masters and values are then views of a file
     count     state -> how many members are in it
     """
 
@@ -143,6 +152,7 @@ class Chunk:
             self.num_elements += member.buffer_elements
             self.own_elements += member.own_elements
         self.resident = self.alone = self.merged = self.is_filled = self.has_grad = False
+        self.away: Away | None = None
         self.grad: Tensor | None = None
         self.ready: torch.cuda.Event | None = None  # when it is filled
         self._filled_from = 0
@@ -202,6 +212,10 @@ class Chunk:
         found = self.masters if self.values is None else self.values
         assert found is not None
         return found
+
+    def reading(self) -> AbstractContextManager[Tensor]:
+        """`source` in the host's memory, or the device's, for the length of a block."""
+        return nullcontext(self.source) if self.away is None else self.away.values(self)
 
     @property
     def is_outdated(self) -> bool:

@@ -26,6 +26,12 @@ class GeminiConfig:
     host: str | None = None
     """host memory of a rank for what lives there, such as 16GiB; refused where that is more. None: no limit"""
 
+    disk: Path | None = None
+    """folder on a drive for what the host does not hold; every step is then a checkpoint there"""
+
+    durable_every: int = 1
+    """with a disk: steps from one that is durable to the next; a run that is killed loses at most so many"""
+
     def __post_init__(self) -> None:
         if self.budget is not None:
             parse_bytes(self.budget)
@@ -33,6 +39,8 @@ class GeminiConfig:
             raise UserError(f"{given} without a budget: nothing moves; give --gemini.budget, such as 10GiB")
         if self.host is not None:
             parse_bytes(self.host, "gemini.host")
+        if self.durable_every < 1:
+            raise UserError(f"gemini.durable_every={self.durable_every}; give a number of steps, at least 1")
         if self.figure is not None and self.figure.suffix != ".png":
             raise UserError(f"gemini.figure={self.figure}: the figure is a PNG; give a name that ends in .png")
 
@@ -43,5 +51,10 @@ class GeminiConfig:
 
     def _given_in_vain(self) -> str | None:
         """An option that says something of moves, with its value."""
-        given = {"figure": self.figure, "host": self.host, "policy": None if self.policy == "auto" else self.policy}
+        given = {
+            "figure": self.figure,
+            "host": self.host,
+            "disk": self.disk,
+            "policy": None if self.policy == "auto" else self.policy,
+        }
         return next((f"gemini.{name}={value}" for name, value in given.items() if value is not None), None)

@@ -112,6 +112,10 @@ def corrected_plan(
     return replace(chunking, trace=trace, plan=plans[0])
 
 
+STATE_PADDING_BYTES = 256
+"""Of a slot on the disk, that tensors of one parameter's state leave between them."""
+
+
 def infos(members: Sequence[Member], wide: torch.dtype, state: dict[str, int]) -> list[ParameterInfo]:
     """The search's input: parameters that have no chunk yet.
 
@@ -123,6 +127,7 @@ def infos(members: Sequence[Member], wide: torch.dtype, state: dict[str, int]) -
         own, narrow = member.own_elements * member.dtype.itemsize, member.dtype != wide
         # Gradients of this rank alone: masters in the buffer's format are the buffer, where the chunk is resident.
         merges = not member.sharers.sends and not narrow
+        slot = own if not member.trainable else reduced + state.get(member.name, 0) + (own if narrow else 0)
         found.append(
             ParameterInfo(
                 member.name,
@@ -131,8 +136,12 @@ def infos(members: Sequence[Member], wide: torch.dtype, state: dict[str, int]) -
                 state.get(member.name, 0) + reduced,  # the reduced gradient lies beside the master
                 member.trainable,
                 str(member.dtype),
-                own if not member.trainable else 2 * reduced + state.get(member.name, 0) + (own if narrow else 0),
+                slot + reduced,
                 member.sharers.cut,
+                reduced,
+                slot + STATE_PADDING_BYTES * member.trainable,
+                own,
+                slot - (own if narrow else 0) if member.trainable else 0,
             )
         )
     return found

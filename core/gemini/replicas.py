@@ -10,7 +10,9 @@ rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,24 +21,32 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from core.compat import own_part
+from core.compat import follows_steps, own_part
 from core.config import UserError, in_words
 from core.gemini.chunk import Chunk, Member, sharers
 from core.gemini.config import GeminiConfig
+from core.gemini.direct import mapped_temporary, with_drive
+from core.gemini.disk import Disk
+from core.gemini.durable import DurableSteps
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
+from core.gemini.generation import Folder
 from core.gemini.hooks import ModuleHooks, Unit, units_of
 from core.gemini.planning import corrected_plan, fullest, infos, plan, probe_bytes
 from core.gemini.report import announce, draw
+from core.gemini.residency import host_bytes_of, to_disk
 from core.gemini.schedule import Schedule
-from core.gemini.search import Chunking, ParameterInfo, packed, piece_of_budget
+from core.gemini.search import Chunking, ParameterInfo, chunk_infos, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
 from core.gemini.state_device import bring_state
 from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, HostTier, parse_bytes
+from core.gemini.trace import ChunkInfo
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
 from core.mesh import Zero, device_of, shard_axis, stage_axis
+from core.optim.hessian_free import HessianFree
+from core.optim.kfac import KFAC
 from core.optim.sharded import ShardedOptimizer, step_over, steps_apart
 from core.parallel.data import DataParallel, begin, cast_parameter, on_mesh, with_local
 from core.parallel.parallel_model import Sample
@@ -44,12 +54,16 @@ from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.rows import own_rows
 from core.placement.table import Table, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
-from core.runtime import give_back_freed_memory
+from core.runtime import device_bytes, give_back_freed_memory
 from core.trace.machine import bandwidth_of, speed_of
 from core.trace.tracer import StepTrace, trace_step
 
 DRAWN_STEPS = 2
 """Steps that are drawn beside the plan, the later over the earlier: by the second the optimizer has its state."""
+
+
+SHARE_OF_FREE = 0.8
+"""Of the host's free memory, what model data may take beside a disk where no budget is given."""
 
 
 class GeminiReplicas(DataParallel):
@@ -72,6 +86,7 @@ class GeminiReplicas(DataParallel):
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self.tier = DeviceTier(parse_bytes(config.budget))
         self.host = HostTier(config.host_bytes)
+        self.disk: Disk | None = None
         self.planned: Chunking | None = None
         self._is_measured = False  # in this step
         self._warming: Gauge | None = None
@@ -79,6 +94,7 @@ class GeminiReplicas(DataParallel):
         self.chunks: list[Chunk] = []
         self._renewed: set[Chunk] = set()  # in this step's update
         self.executor: Executor | None = None
+        self.folder = None if config.disk is None else self._open_folder(config.disk)
         self._spread(materialise)
 
     @property
@@ -142,7 +158,10 @@ class GeminiReplicas(DataParallel):
         dtype = whole.dtype
         if whole.is_floating_point():
             dtype = self.reduce_dtype if parameter.requires_grad else self.compute_dtype
-        kept = torch.empty(whole.shape, dtype=dtype)
+        if self.folder is None:
+            kept = torch.empty(whole.shape, dtype=dtype)
+        else:  # all of them may be more than the host holds
+            kept = mapped_temporary(self.folder.path, whole.shape, dtype)
         if not whole.is_meta:
             kept.copy_(whole)
         return tag(nn.Parameter(kept, requires_grad=parameter.requires_grad), row.master)
@@ -177,7 +196,16 @@ class GeminiReplicas(DataParallel):
         """Pack, and decide where each chunk lives.  Raises UserError where no step fits into the budget."""
         if self.executor is not None:
             return
+        try:
+            self._prepare(optimizer, sample)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self._optimizer = optimizer
+        if self.folder is not None:
+            self._open_disk(self.folder, optimizer)
         units = units_of(self.model)
         traced = None if sample is None else self._traced(sample, units)
         of = {member.name: member for member in self._adopt()}
@@ -195,10 +223,12 @@ class GeminiReplicas(DataParallel):
             chunk_bytes = piece_of_budget(parameters, self.tier.budget_bytes)
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
             self._require_room(parameters, messages(names))
-            self.host.require(sum(p.away_bytes or 0 for p in parameters))
+            chunks = chunk_infos(packed(parameters, chunk_bytes))
+            on_disk = self._without_plan(chunks)
         else:
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
-            self._bandwidth = bandwidth_of(self.device, self.ranks, copied)
+            disk = None if self.folder is None else self.folder.path
+            self._bandwidth = with_drive(bandwidth_of(self.device, self.ranks, copied), disk)
             if any(member.sharers.cut for member in members):
                 traced = fullest(traced, stage_axis(self.mesh))
             self.planned = plan(
@@ -211,13 +241,17 @@ class GeminiReplicas(DataParallel):
                 stage_axis(self.mesh),
                 self.host.budget_bytes,
             )
-            names = self.planned.parameters
+            names, on_disk, chunks = self.planned.parameters, self.planned.plan.on_disk, self.planned.trace.chunks
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
-        self.chunks = [
-            Chunk(index, [of[name] for name in chunk], self.device, self.reduce_dtype)
-            for index, chunk in enumerate(names)
-        ]
+        if self.disk is not None:
+            self.disk.reserve(2 * sum(chunk.slot_bytes for chunk in chunks))
+        for index, chunk in enumerate(names):
+            self.chunks.append(Chunk(index, [of[name] for name in chunk], self.device, self.reduce_dtype))
+            if self.disk is not None:
+                self.disk.add(self.chunks[-1], away=index in on_disk)
+        if self.disk is not None:
+            self.disk.settle()
         transport.allocate(self.chunks)
         self.executor = Executor(self.chunks, self.tier, transport, self.streams)
         self.hooks = ModuleHooks(
@@ -290,6 +324,8 @@ class GeminiReplicas(DataParallel):
         self.executor.follow(Schedule(planned.trace), planned.plan.moves)
         for chunk in self.chunks:
             self.executor.drop(chunk)
+        if self.disk is not None:
+            self.disk.follow(self.chunks, planned)
         for index in sorted(planned.plan.resident):
             chunk, info = self.chunks[index], planned.trace.chunks[index]
             self.tier.take(info.param_bytes + info.shard_bytes, chunk.name)
@@ -300,6 +336,52 @@ class GeminiReplicas(DataParallel):
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
             self.tier.set_other(planned.trace.other_peak_bytes)
+
+    def _open_folder(self, disk: Path) -> Folder:
+        """This rank's folder on the disk.  Raises UserError, alike on every rank, where one cannot use its own."""
+        said, opened = None, None
+        try:
+            opened = Folder(disk / f"rank-{dist.get_rank()}")
+        except UserError as error:
+            said = str(error)
+        every: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, said)
+        refused = next((words for words in every if words is not None), None)
+        if opened is None or refused is not None:
+            if opened is not None:
+                opened.close()
+            raise UserError(refused or "")
+        return opened
+
+    def _open_disk(self, folder: Folder, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UserError for an optimizer that does not update chunk by chunk."""
+        if follows_steps(optimizer) or isinstance(optimizer, KFAC | HessianFree):
+            raise UserError(
+                f"gemini.disk={self.config.disk} with {type(optimizer).__name__}: what follows or looks at whole steps "
+                "needs all masters at once; use another --optim.name"
+            )
+        self.disk = Disk(folder, self.device.type == "cuda", optimizer)
+        self.durable = DurableSteps(self.disk, folder.path.parent, self.config.durable_every)
+        if self.host.budget_bytes is None:
+            free = device_bytes("cpu", dist.get_world_size())
+            if self.device.type == "cpu":
+                free -= self.tier.budget_bytes
+            self.host.budget_bytes = max(0, int(SHARE_OF_FREE * free))
+
+    def _without_plan(self, chunks: Sequence[ChunkInfo]) -> frozenset[int]:
+        """The chunks that live on the disk where no step was traced.  Raises UserError where the host is too small."""
+        has_disk = self.disk is not None
+        on_disk = to_disk(chunks, frozenset(), self.host.budget_bytes if has_disk else None)
+        self.host.require(host_bytes_of(chunks, frozenset(), on_disk, has_disk))
+        return on_disk
+
+    def close(self) -> None:
+        """Give the disk's folder back."""
+        if self.disk is not None:
+            self.disk.close()
+            self.disk = self.durable = None
+        if self.folder is not None:
+            self.folder.close()
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""
@@ -360,6 +442,8 @@ class GeminiReplicas(DataParallel):
         """All tensors of parameters, masters, gradients and the optimizer's state."""
         assert self.executor is not None
         found = [*self.executor.transport.messages]
+        if self.disk is not None:
+            found += self.disk.storages
         for chunk in self.chunks:
             found += [chunk.buffer, *(t for t in (chunk.masters, chunk.values) if t is not None)]
             if chunk.trainable and not chunk.alone:
@@ -368,10 +452,13 @@ class GeminiReplicas(DataParallel):
 
     def _host_bytes(self) -> int:
         """Bytes on the host of shards that live there, and of the optimizer's state of them."""
-        away = [chunk for chunk in self.chunks if not chunk.resident]
+        away = [chunk for chunk in self.chunks if not chunk.resident and chunk.away is None]
+        kept = [chunk.grad for chunk in self.chunks if chunk.away is not None and chunk.grad is not None]
+        places = 0 if self.disk is None else self.disk.place_bytes
         state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.master, {}).values()]
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
-        return sum(t.nbytes for t in (*own.values(), *state) if isinstance(t, Tensor) and t.ndim)
+        tensors = (*own.values(), *state, *kept)
+        return places + sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.ndim)
 
     def reduce(self) -> None:
         assert self.executor is not None
@@ -392,21 +479,35 @@ class GeminiReplicas(DataParallel):
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Chunk by chunk in the planned order: one that is new comes for the next step while others are updated."""
-        executor, planned = self.executor, self.planned
-        if executor is None or planned is None or self.hooks.rests or not steps_apart(optimizer):
+        executor, planned, disk = self.executor, self.planned, self.disk
+        is_whole = planned is None or self.hooks.rests or not steps_apart(optimizer)
+        if executor is None or (disk is None and is_whole):
             optimizer.step()
             return
         gauge, executor.gauge = executor.gauge, None  # an optimizer's step is of no moment that is measured
-        for chunk in self._updated_in_order(planned):
-            executor.at("update", chunk.name, [])
-            step_over(optimizer, [member.master for member in chunk.members])
-            self._renew(chunk)
-            self._renewed.add(chunk)
+        with nullcontext() if disk is None else disk.updating():
+            self._update_chunks(optimizer, executor, self._updated_in_order(planned))
         executor.gauge = gauge
 
-    def _updated_in_order(self, planned: Chunking) -> list[Chunk]:
+    def _update_chunks(self, optimizer: torch.optim.Optimizer, executor: Executor, learn: list[Chunk]) -> None:
+        disk = self.disk
+        if disk is not None:  # of what has no gradients nothing is new, and nothing is read
+            self._renewed |= {chunk for chunk in self.chunks if chunk.away is not None}
+            learn = [chunk for chunk in learn if _has_gradients(chunk)]
+        following = dict(pairwise(chunk for chunk in learn if chunk.away is not None))
+        for chunk in learn:
+            if not self.hooks.rests:
+                executor.at("update", chunk.name, [])
+            with nullcontext() if disk is None else disk.at_hand(chunk, following.get(chunk)):
+                step_over(optimizer, [member.master for member in chunk.members])
+                self._renew(chunk)
+            self._renewed.add(chunk)
+
+    def _updated_in_order(self, planned: Chunking | None) -> list[Chunk]:
         """Chunks that learn: as the trace has their updates, then what it has not seen."""
-        traced = [self.chunks[m.chunks[0]] for m in planned.trace.moments if m.kind == "update"]
+        traced = (
+            [] if planned is None else [self.chunks[m.chunks[0]] for m in planned.trace.moments if m.kind == "update"]
+        )
         return traced + [chunk for chunk in self.chunks if chunk.trainable and chunk not in traced]
 
     def _renew(self, chunk: Chunk) -> None:
@@ -437,6 +538,10 @@ class GeminiReplicas(DataParallel):
         self._is_measured = False
         if self._warming is not None and self.planned is not None and self._warming.has_measured:
             self._correct(self.planned, self._warming)
+
+
+def _has_gradients(chunk: Chunk) -> bool:
+    return any(member.master.grad is not None for member in chunk.members)
 
 
 def _agreed(failure: Exception | None) -> Exception | None:

@@ -14,29 +14,37 @@ Where everything fits, everything is resident, but for `cpu`. No plan exceeds it
 (keeping, fetching ahead) is planned only where there is room, and a budget in which a single moment does not fit is
 refused with the smallest that would do.
 
-What is not planned: a third tier, updates of which the device does a part and the host the rest of one chunk, and
+Below the host there may be a disk. What the host's budget does not hold lives there with its masters and optimizer
+state: what does not learn goes first, since it is never written, and of the rest as few bytes as make the others fit.
+Its gradients wait on the host, where also lie `PLACES` places in which what is on the disk is read, updated, written.
+
+What is not planned: updates of which the device does a part and the host the rest of one chunk, and
 streaming optimizer state through the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from core.config import UserError
 from core.gemini.lifetimes import Lifetimes, keep
 from core.gemini.timeline import Move, Timeline, run
-from core.gemini.trace import Trace
+from core.gemini.trace import ChunkInfo, Trace
 from core.trace.machine import Bandwidth
 
 Policy = Literal["auto", "static", "cpu"]
+
+PLACES = 3
+"""Of the host, each as large as the largest slot on the disk: one is read into, one is updated, one is written."""
 
 BOUNDS = {
     "compute": "computing",
     "to_device": "copies to the device",
     "to_host": "copies to the host",
     "host_update": "updates on the host",
+    "disk": "the disk",
 }
 
 
@@ -49,7 +57,12 @@ class ResidencyPlan:
     resident           chunks that are always on the device, with masters and optimizer state
     device_updated     those of them that learn; the host updates all others
     device_bytes       at each moment, everything on the device; device_peak_bytes is the most of it
-    host_bytes         at most: parameters, a gradient, masters and optimizer state of what is not resident
+    host_bytes         at most: parameters, a gradient, masters and optimizer state of what is not resident; of what is
+                       on the disk gradients, and places
+    on_disk            chunks whose masters and optimizer state lie on the disk
+    disk_bytes         of the disk: two slots of every chunk; 0 without one
+    disk_read_bytes, disk_written_bytes    in a step, of chunks that live there
+    durable_bytes      written in a step that is made durable, of chunks that live in memory
     to_device_bytes, to_host_bytes    over the link in a step
     step_s             predicted; busy_s is how long each of "compute", "to_device", "to_host" and "host_update" works
     """
@@ -66,6 +79,11 @@ class ResidencyPlan:
     to_host_bytes: int
     step_s: float
     busy_s: dict[str, float]
+    on_disk: frozenset[int] = frozenset()
+    disk_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
+    durable_bytes: int = 0
 
     @property
     def device_peak_bytes(self) -> int:
@@ -84,11 +102,26 @@ class ResidencyPlan:
     def describe(self) -> str:
         """The plan in one line."""
         num_chunks = len({move.chunk for moves in self.moves for move in moves} | self.start)
+        on_host = num_chunks - len(self.resident) - len(self.on_disk)
         return (
-            f"{len(self.resident)} chunks live on the device, {num_chunks - len(self.resident)} on the host "
-            f"({_gib(self.host_bytes)}); {_gib(self.moved_bytes)} moved a step, at most {_gib(self.device_peak_bytes)} "
-            f"of {_gib(self.budget_bytes)} on the device; a step takes about {self.step_s:.3g} s, bound by "
-            f"{BOUNDS[self.bound]}"
+            f"{len(self.resident)} chunks live on the device, {on_host} on the host "
+            f"({_gib(self.host_bytes)}){self._disk_in_words()}; {_gib(self.moved_bytes)} moved a step, at most "
+            f"{_gib(self.device_peak_bytes)} of {_gib(self.budget_bytes)} on the device; a step takes about "
+            f"{self.step_s:.3g} s, bound by {BOUNDS[self.bound]}"
+        )
+
+    @property
+    def written_a_day(self) -> float:
+        """Bytes written to the disk in a day of such steps, each of them made durable."""
+        return (self.disk_written_bytes + self.durable_bytes) / max(self.step_s, 1e-9) * 86400
+
+    def _disk_in_words(self) -> str:
+        if not self.disk_bytes:
+            return ""
+        read, written = _gib(self.disk_read_bytes), _gib(self.disk_written_bytes + self.durable_bytes)
+        return (
+            f", {len(self.on_disk)} on the disk, which takes {_gib(self.disk_bytes)}: {read} read and {written} "
+            f"written a step, {self.written_a_day / 1e12:.3g} TB a day"
         )
 
 
@@ -130,7 +163,8 @@ def plan_residency(
 ) -> ResidencyPlan:
     """Decide where chunks live and when they move.  Raises UserError when a budget is too small for any plan.
 
-    host_budget_bytes  for what does not live on the device; where that is more, HostTooSmall is raised
+    host_budget_bytes  for what does not live on the device; what is more goes to the disk, if the bandwidth
+                       is that of a machine with one, and HostTooSmall is raised where that does not do
     """
     if policy not in get_args(Policy):
         raise UserError(f"no residency policy '{policy}'; the policies are {', '.join(get_args(Policy))}")
@@ -139,7 +173,8 @@ def plan_residency(
         raise UserError(too_small(budget_bytes, least))
     search = _Search(trace, budget_bytes, bandwidth, keeps=policy == "auto", host_budget_bytes=host_budget_bytes)
     resident, timeline = search.nothing_resident() if policy == "cpu" else search.best()
-    host_bytes = _host_bytes(trace, resident)
+    on_disk = search.on_disk(resident)
+    host_bytes = host_bytes_of(trace.chunks, resident, on_disk, bandwidth.has_disk)
     if host_budget_bytes is not None and host_bytes > host_budget_bytes:
         raise HostTooSmall(host_bytes, host_budget_bytes)
     return ResidencyPlan(
@@ -155,11 +190,45 @@ def plan_residency(
         to_host_bytes=timeline.to_host_bytes,
         step_s=timeline.step_s,
         busy_s=timeline.busy_s,
+        on_disk=on_disk,
+        disk_bytes=2 * sum(chunk.slot_bytes for chunk in trace.chunks) if bandwidth.has_disk else 0,
+        disk_read_bytes=timeline.disk_read_bytes,
+        disk_written_bytes=timeline.disk_written_bytes,
+        durable_bytes=sum(c.slot_bytes for c in trace.chunks if c.trainable and c.index not in on_disk)
+        if bandwidth.has_disk
+        else 0,
     )
 
 
-def _host_bytes(trace: Trace, resident: frozenset[int]) -> int:
-    return sum(chunk.host_bytes for chunk in trace.chunks if chunk.index not in resident)
+def to_disk(chunks: Sequence[ChunkInfo], resident: frozenset[int], host_budget_bytes: int | None) -> frozenset[int]:
+    """The chunks beside the resident ones that go to the disk, so that the host holds the others.
+
+    What does not learn goes first, then the largest. Where the host cannot hold even what all of them leave there, all
+    go. None: nothing has to.
+    """
+    if host_budget_bytes is None:
+        return frozenset()
+    beyond = host_bytes_of(chunks, resident, frozenset(), True) - host_budget_bytes
+    saved = {c.index: c.host_bytes - c.grad_bytes for c in chunks if c.index not in resident}
+    found: list[int] = []
+    for chunk in sorted(saved, key=lambda c: (chunks[c].trainable, -saved[c])):
+        if beyond > 0:
+            beyond -= saved[chunk]
+            found.append(chunk)
+    for chunk in sorted(found, key=lambda c: saved[c]):  # the last one may have been larger than it had to be
+        if saved[chunk] <= -beyond:
+            beyond += saved[chunk]
+            found.remove(chunk)
+    return frozenset(found)
+
+
+def host_bytes_of(
+    chunks: Sequence[ChunkInfo], resident: frozenset[int], on_disk: frozenset[int], has_disk: bool
+) -> int:
+    """Bytes of the host that chunks take at most, and places for the disk where there is one."""
+    away = [chunk for chunk in chunks if chunk.index not in resident]
+    kept = sum(chunk.grad_bytes if chunk.index in on_disk else chunk.host_bytes for chunk in away)
+    return kept + (PLACES * max((chunk.slot_bytes for chunk in chunks), default=0) if has_disk else 0)
 
 
 def _gib(num_bytes: float, up: bool = False) -> str:
@@ -199,9 +268,16 @@ class _Search:
                 kept = frozenset(gap for gap in kept if gap.end == gap.start + 1)
             timeline = None
             if kept is not None:
-                timeline = run(self.lifetimes, resident, kept, self.budget_bytes, self.bandwidth)
+                on_disk = self.on_disk(resident)
+                timeline = run(self.lifetimes, resident, kept, self.budget_bytes, self.bandwidth, on_disk)
             self.walked[key] = timeline
         return self.walked[key]
+
+    def host_bytes(self, resident: frozenset[int]) -> int:
+        return host_bytes_of(self.trace.chunks, resident, self.on_disk(resident), self.bandwidth.has_disk)
+
+    def on_disk(self, resident: frozenset[int]) -> frozenset[int]:
+        return to_disk(self.trace.chunks, resident, self.host_budget_bytes if self.bandwidth.has_disk else None)
 
     def nothing_resident(self) -> tuple[frozenset[int], Timeline]:
         timeline = self.walk(frozenset(), 0)
@@ -238,7 +314,7 @@ class _Search:
             return (float("inf"),)
         beyond = 0
         if self.host_budget_bytes is not None:
-            beyond = max(0, _host_bytes(self.trace, resident) - self.host_budget_bytes)
+            beyond = max(0, self.host_bytes(resident) - self.host_budget_bytes)
         return beyond, round(timeline.step_s / self.unit_s), timeline.moved_bytes, timeline.step_s, len(resident)
 
     def _preferences(self) -> list[list[int]]:

@@ -28,6 +28,9 @@ PIECES = (8, 16, 32, 64)
 PIECE_OF_BUDGET = 16
 """A chunk takes at most this part of the budget, where nothing says that another size is better."""
 
+SLOT_PADDING_BYTES = 3 * 4096
+"""What fills up the regions of a slot on the disk, at most."""
+
 MessageBytes = Callable[[Sequence[Sequence[str]]], int]
 """Names in each chunk -> what messages between ranks take of the budget, whatever the plan."""
 
@@ -41,7 +44,7 @@ def no_messages(parameters: Sequence[Sequence[str]]) -> int:
 class ParameterInfo:
     """A parameter before it has a chunk. buffer_bytes are its part of the buffer, padding included; see `ChunkInfo`.
 
-    away_bytes  of all parameters or of none
+    away_bytes  of all parameters or of none; those behind `cut` with it
     cut         the axes of data parallelism that cut it: chunks of experts are of other ranks than all else
     """
 
@@ -53,6 +56,10 @@ class ParameterInfo:
     dtype: str = ""
     away_bytes: int | None = None
     cut: tuple[str, ...] = ()
+    grad_bytes: int = 0
+    slot_bytes: int = 0
+    own_bytes: int = 0
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,11 +156,9 @@ def _candidates(parameters: Sequence[ParameterInfo], budget_bytes: int) -> list[
     return list(different.values())
 
 
-def _on_chunks(
-    parameters: Sequence[ParameterInfo], step: StepTrace, chunk_bytes: int
-) -> tuple[tuple[tuple[str, ...], ...], Trace]:
-    chunks = packed(parameters, chunk_bytes)
-    infos = [
+def chunk_infos(chunks: Sequence[Sequence[ParameterInfo]]) -> list[ChunkInfo]:
+    """Chunks of these parameters."""
+    return [
         ChunkInfo(
             index,
             sum(p.buffer_bytes for p in chunk),
@@ -161,8 +166,18 @@ def _on_chunks(
             sum(p.optim_bytes for p in chunk),
             chunk[0].trainable,
             None if chunk[0].away_bytes is None else sum(p.away_bytes or 0 for p in chunk),
+            sum(p.grad_bytes for p in chunk),
+            sum(p.slot_bytes for p in chunk) + SLOT_PADDING_BYTES,
+            sum(p.own_bytes for p in chunk),
+            sum(p.read_bytes for p in chunk),
         )
         for index, chunk in enumerate(chunks)
     ]
+
+
+def _on_chunks(
+    parameters: Sequence[ParameterInfo], step: StepTrace, chunk_bytes: int
+) -> tuple[tuple[tuple[str, ...], ...], Trace]:
+    chunks = packed(parameters, chunk_bytes)
     names = tuple(tuple(p.name for p in chunk) for chunk in chunks)
-    return names, on_chunks(step, infos, names)
+    return names, on_chunks(step, chunk_infos(chunks), names)

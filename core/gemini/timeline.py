@@ -1,7 +1,7 @@
 """Every move of a step by what stays on the device, with the bytes and the seconds that come of it.
 
-Four things work beside each other: the device computes, one copy goes to it and one to the host at a time, and the host
-updates. The walk goes place by place (`Lifetimes`), at each:
+Five things work beside each other: the device computes, one copy goes to it and one to the host at a time, the host
+updates, and a drive below the host reads or writes. The walk goes place by place (`Lifetimes`), at each:
 
 1. what is not kept leaves; a gradient's buffer leaves when its copy has arrived, which whoever needs the room waits for
 2. what the moment needs and nobody fetched ahead is fetched, and waited for
@@ -46,7 +46,8 @@ class Timeline:
     moves         moves[k], in order, come before moment k; the last ones after the last moment
     start         chunks whose buffers are on the device when a step begins, and when it ends
     device_bytes  at each moment, everything on the device
-    busy_s        of "compute", "to_device", "to_host" and "host_update"
+    busy_s        of "compute", "to_device", "to_host" and "host_update", and of the "disk"
+    disk_read_bytes, disk_written_bytes    of the drive in a step
     """
 
     moves: tuple[tuple[Move, ...], ...]
@@ -56,6 +57,8 @@ class Timeline:
     to_host_bytes: int
     step_s: float
     busy_s: dict[str, float]
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
 
     @property
     def moved_bytes(self) -> int:
@@ -63,10 +66,18 @@ class Timeline:
 
 
 def run(
-    lifetimes: Lifetimes, resident: frozenset[int], kept: frozenset[Gap], budget_bytes: int, bandwidth: Bandwidth
+    lifetimes: Lifetimes,
+    resident: frozenset[int],
+    kept: frozenset[Gap],
+    budget_bytes: int,
+    bandwidth: Bandwidth,
+    on_disk: frozenset[int] = frozenset(),
 ) -> Timeline:
-    """The step in which resident chunks never leave and the others stay over the gaps in `kept`, which must fit."""
-    return _Walk(lifetimes, resident, kept, budget_bytes, bandwidth).run()
+    """The step in which resident chunks never leave and the others stay over the gaps in `kept`, which must fit.
+
+    on_disk  of those others, the ones whose masters and state lie there: a fetch reads their values, an update all
+    """
+    return _Walk(lifetimes, resident, kept, budget_bytes, bandwidth, on_disk).run()
 
 
 class _Walk:
@@ -77,7 +88,9 @@ class _Walk:
         kept: frozenset[Gap],
         budget_bytes: int,
         bandwidth: Bandwidth,
+        on_disk: frozenset[int] = frozenset(),
     ):
+        self.on_disk = on_disk
         self.lifetimes, self.resident, self.budget_bytes, self.bandwidth = lifetimes, resident, budget_bytes, bandwidth
         self.chunks = lifetimes.trace.chunks
         num_places = len(lifetimes)
@@ -110,14 +123,17 @@ class _Walk:
         self.old = {m.chunks[0] for m in updates if m.kind == "update" and m.chunks[0] not in resident}
         self.now = self.link_in = self.link_out = self.host = 0.0  # until when each is busy
         self.busy = {"compute": 0.0, "to_device": 0.0, "to_host": 0.0, "host_update": 0.0}
-        self.in_bytes = self.out_bytes = 0
+        if bandwidth.has_disk:
+            self.busy["disk"] = 0.0
+        self.in_bytes = self.out_bytes = self.read_bytes = self.written_bytes = 0
+        self.drive = 0.0
 
     def run(self) -> Timeline:
         order = self.lifetimes.order
         for place, k in enumerate(order):
             if k == 0:
                 self.start = frozenset(self.on_device)
-                self.now = max(self.now, self.host)
+                self.now = max(self.now, self.host, self.drive)
             self._at(place, self.lifetimes.trace.moments[k], self.moves[k])
         if order:
             self._close(self.moves[order[-1] + 1])
@@ -127,8 +143,10 @@ class _Walk:
             device_bytes=tuple(self.device_bytes),
             to_device_bytes=self.in_bytes,
             to_host_bytes=self.out_bytes,
-            step_s=max(self.now, self.host),
+            step_s=max(self.now, self.host, self.drive),
             busy_s=self.busy,
+            disk_read_bytes=self.read_bytes,
+            disk_written_bytes=self.written_bytes,
         )
 
     def _at(self, place: int, moment: Moment, moves: list[Move]) -> None:
@@ -169,6 +187,8 @@ class _Walk:
         moves.append(Move(kind, chunk))
         self.on_device.add(chunk)
         num_bytes = self.chunks[chunk].param_bytes
+        if chunk in self.on_disk:
+            self.ready[chunk] = self._read_from_disk(self.chunks[chunk].own_bytes, max(issue, self.ready[chunk]))
         seconds = self.bandwidth.latency_s + num_bytes / self.bandwidth.to_device
         self.link_in = self.ready[chunk] = max(self.link_in, issue, self.ready[chunk]) + seconds
         self.busy["to_device"] += seconds
@@ -210,10 +230,26 @@ class _Walk:
         self.old.discard(chunk)
         if chunk in self.resident:
             return num_bytes / self.bandwidth.device_update
-        seconds = num_bytes / self.bandwidth.host_update
+        seconds, slot_bytes = num_bytes / self.bandwidth.host_update, self.chunks[chunk].slot_bytes
+        if chunk in self.on_disk:
+            self.ready[chunk] = self._read_from_disk(self.chunks[chunk].read_bytes, max(begin, self.ready[chunk]))
         self.host = self.ready[chunk] = max(self.host, begin, self.ready[chunk]) + seconds
         self.busy["host_update"] += seconds
+        if chunk in self.on_disk:
+            self.ready[chunk] = self._drive(slot_bytes / self.bandwidth.disk_write, self.ready[chunk])
+            self.written_bytes += slot_bytes
         return 0.0
+
+    def _read_from_disk(self, num_bytes: int, begin: float) -> float:
+        """Start a read; when it will have arrived."""
+        self.read_bytes += num_bytes
+        return self._drive(num_bytes / self.bandwidth.disk_read, begin)
+
+    def _drive(self, seconds: float, begin: float) -> float:
+        """One transfer at a time; when it is over."""
+        self.drive = max(self.drive, begin) + seconds
+        self.busy["disk"] += seconds
+        return self.drive
 
     def _to_host(self, num_bytes: int) -> float:
         """Start a copy; when it will have arrived."""

@@ -37,6 +37,9 @@ class ChunkInfo:
 
     away_bytes  all that it takes of the host where it lives there; by default parameters, and of what learns a gradient
                 beside the shard
+    grad_bytes  the part of it that a gradient takes
+    slot_bytes  all that it takes of the disk where it lives there, once; an update writes it, and reads `read_bytes` of
+                it; `own_bytes` fill the buffer
     """
 
     index: int
@@ -45,6 +48,10 @@ class ChunkInfo:
     optim_bytes: int
     trainable: bool
     away_bytes: int | None = None
+    grad_bytes: int = 0
+    slot_bytes: int = 0
+    own_bytes: int = 0
+    read_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:

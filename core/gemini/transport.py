@@ -95,22 +95,24 @@ class Transport:
     @beside_the_step()
     def fetch(self, chunk: Chunk) -> None:
         """Fill the buffer, whose bytes are booked; `chunk.ready` says when it is."""
-        with self.streams.fetching():
+        with self.streams.fetching(), chunk.reading() as source:
             chunk.allocate()
             if chunk.ranks == 1:
-                chunk.buffer.copy_(chunk.source, non_blocking=True)
+                chunk.buffer.copy_(source, non_blocking=True)
             else:
-                self._gather(chunk)
+                self._gather(chunk, source)
             if not chunk.resident:
                 self.tier.fetched_bytes += chunk.own_bytes
             chunk.ready = self.streams.mark()
+            if chunk.away is not None:  # what it was copied from is needed for others
+                self.streams.host_waits(chunk.ready)
         chunk.expose()
 
-    def _gather(self, chunk: Chunk) -> None:
+    def _gather(self, chunk: Chunk, source: Tensor) -> None:
         assert self._fetched is not None
         message = self._fetched[: chunk.own_bytes * (1 + chunk.ranks)].view(chunk.dtype)
         own, whole = message[: chunk.own_elements], message[chunk.own_elements :]
-        own.copy_(chunk.source, non_blocking=True)
+        own.copy_(source, non_blocking=True)
         dist.all_gather_into_tensor(whole, own, group=self._shard(chunk).get_group())
         slots = whole.view(chunk.ranks, chunk.own_elements)
         for member in chunk.members:

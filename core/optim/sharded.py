@@ -213,11 +213,13 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
             for group in self.param_groups
         ]
 
-    def init_state(self) -> None:
-        """Make the state of every parameter that has none, as it is before the first step."""
+    def init_state(self, only: Iterable[Tensor] | None = None) -> None:
+        """Make the state of every parameter that has none, or of these, as it is before the first step."""
+        wanted = None if only is None else {id(parameter) for parameter in only}
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._ensure_state(parameter, group)
+                if wanted is None or id(parameter) in wanted:
+                    self._ensure_state(parameter, group)
 
     def stored(self, parameter: Tensor) -> dict[str, Tensor]:
         """key -> state tensor of a parameter, each saying where it lies in the whole: what a checkpoint holds."""
@@ -345,6 +347,34 @@ def step_over(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) ->
 def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether steps of parts cost no more than one of all: nothing is sent, and no hook follows each step."""
     return not (getattr(optimizer, "sends", False) or follows_steps(optimizer))
+
+
+def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor]) -> None:
+    """State as it is before the first step, of every master that has none.
+
+    Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to zero: it exists, and
+    nothing has moved. No parameter may have a gradient.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.init_state(masters)
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    bare = [master for master in masters if id(master) in held and not optimizer.state.get(master)]
+    if not bare:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for master in bare:
+        master.grad = torch.zeros_like(master)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for master in bare:
+        master.grad = None
+        for value in optimizer.state.get(master, {}).values():
+            if isinstance(value, Tensor):
+                value.zero_()
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -147,6 +148,33 @@ class TrainsLocally(Protocol):
     def tensors(self) -> list[Tensor]: ...
 
 
+class KeepsSteps(Protocol):
+    """A model whose steps can be made durable one by one (`core.gemini.durable.DurableSteps`).
+
+    folder  where
+    every   steps from one that is made durable to the next
+    """
+
+    folder: Path
+    every: int
+
+    def latest(self) -> tuple[int, str] | None:
+        """The last step that is durable on all ranks, and the run that it is of."""
+        ...
+
+    def commit(self, step: int, run: str, values: Mapping[str, Any], blob: bytes) -> None:
+        """Make masters and optimizer state of a step durable, and with them values (JSON-able) and a blob."""
+        ...
+
+    def restore(self, step: int) -> tuple[dict[str, Any], bytes]:
+        """Take over a durable step.  Returns its values and blob."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Surround whatever writes masters or state beside the optimizer."""
+        ...
+
+
 class ParallelModel(ABC):
     """A model and its masters on this rank.
 
@@ -160,6 +188,7 @@ class ParallelModel(ABC):
     coded    how shards are sent, where it is not as they are
     mesh     of those ranks that take a step together
     local    what workers average, where each takes steps by itself
+    durable  keeps steps on a disk, where there is one
     """
 
     model: nn.Module
@@ -171,6 +200,7 @@ class ParallelModel(ABC):
     compression: Feedback | None = None
     coded: CodedShards | None = None
     local: TrainsLocally | None = None
+    durable: KeepsSteps | None = None
     all_workers: DeviceMesh | None = None
 
     @property
@@ -230,6 +260,9 @@ class ParallelModel(ABC):
 
         sample  draws a step's microbatches; None: nothing is known of it
         """
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what a process may hold only once: the run is over."""
 
     def looking(self) -> AbstractContextManager[None]:
         """Surround a backward between two steps that leaves no gradient in any parameter, and the like forwards."""

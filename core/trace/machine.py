@@ -53,6 +53,7 @@ class Bandwidth:
 
     to_device, to_host            of the link; `latency_s` is what each copy takes beside its bytes
     host_update, device_update    of masters and optimizer state, when that side's optimizer runs over them
+    disk_read, disk_write         of a drive below the host; 0: there is none
     """
 
     to_device: float
@@ -60,6 +61,12 @@ class Bandwidth:
     host_update: float
     device_update: float
     latency_s: float = 0.0
+    disk_read: float = 0.0
+    disk_write: float = 0.0
+
+    @property
+    def has_disk(self) -> bool:
+        return self.disk_read > 0
 
 
 def speed_of(device: torch.device, dtype: torch.dtype) -> Speed:

@@ -156,6 +156,8 @@ class TrainConfig(ParallelConfig):
             found["noise_scale_steps"] = "without noise_scale, which it averages; give --noise-scale"
         if self.gemini.budget is not None:
             found["reduce_each"] = "with a budget: Gemini says itself when gradients are reduced; leave it out"
+        if self.gemini.disk is None:
+            found["gemini.durable_every"] = "without a disk, on which steps are durable; give --gemini.disk"
         return found
 
     def _check_correction(self) -> None:
@@ -298,6 +300,16 @@ class TrainConfig(ParallelConfig):
             raise UserError(
                 f"{given} with zero={self.zero}: Gemini shards parameters, gradients and optimizer together; "
                 "use --zero 3, or --zero 0 for copies"
+            )
+        disk = f"gemini.disk={self.gemini.disk}"
+        if self.gemini.disk is not None and self.mesh.pp > 1:
+            raise UserError(
+                f"{disk} with mesh.pp={self.mesh.pp}: a step is durable when all its stages are, which those of a "
+                "pipeline do not wait for; use --mesh.pp 1, or no disk"
+            )
+        if self.gemini.disk is not None and spec_of(self.optim.name).looks:
+            raise UserError(
+                f"{disk} with optim.name={self.optim.name}: it looks at all masters at once; use another --optim.name"
             )
         why = SCHEDULES[self.pipeline.schedule].refuses.get("gemini.budget")
         if self.mesh.pp > 1 and why is not None:

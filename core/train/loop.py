@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.checkpoint import Checkpointer
+from core.checkpoint import CheckpointConfig, Checkpointer
 from core.config import UserError
 from core.data import Batches, Prefetch
 from core.mesh import data_axis, gradient_axis
@@ -45,7 +46,7 @@ from core.optim.schedule import batch_factor, learning_rate
 from core.optim.sharded import ShardedOptimizer
 from core.parallel.parallel_model import ParallelModel, Sample, Work
 from core.precision import LossScale, compute_dtype, set_matmul_precision
-from core.runtime import Runtime, StopRequest, seed_everything, watch_steps
+from core.runtime import Runtime, StopRequest, agreed, seed_everything, watch_steps
 from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
 from core.train.elastic import fit_elastically
@@ -108,6 +109,8 @@ def fit(
     state.curvature = curvature_of(parallel, optimizer, predict, config)
     _check_asynchronous(parallel, optimizer, average)
     _check_local(parallel, average)
+    if config.gemini.disk is not None and average is not None:
+        raise UserError("gemini.disk with an average of the weights: it would lie in memory whole; leave one out")
     axis = data_axis(parallel.whole_mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
@@ -120,13 +123,15 @@ def fit(
         return fit_elastically(state, batches, config, runtime, meter, step_of, sample, figures)
     with ExitStack() as stack:
         hangs = stack.enter_context(watch_steps(config.hang_after, parallel.device))
+        stack.callback(parallel.close)
         with hangs.step("what comes before the first step", counts=False):
             parallel.prepare(optimizer, _sample(parallel, batches, loss, config))
-        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, parallel.whole_mesh)
+        checkpointer = Checkpointer(config.out / "checkpoints", _checkpoints(parallel, config), parallel.whole_mesh)
         stack.callback(checkpointer.close)
         first = resume(state, checkpointer, config)
         last = min(config.steps, config.stop_after or config.steps)
-        if first is not None and first >= last and config.resume == "auto":
+        is_saved = first is not None and first == agreed(checkpointer.latest())
+        if first is not None and first >= last and config.resume == "auto" and is_saved:
             return nothing_to_do(config, runtime, first, last)
         log = stack.enter_context(run_log(config, runtime, first))
         if parallel.asynchronous is not None:
@@ -150,7 +155,8 @@ def fit(
             return step == last or any(every and step % every == 0 for every in pauses)
 
         step = first or 0
-        saved = first if config.resume in (None, "auto") else None  # the step that --out holds, alike on every rank
+        # The step that --out holds, alike on every rank.
+        saved = first if is_saved and config.resume in (None, "auto") else None
         coming = deque[dict[str, Tensor]]()  # of steps that a pipeline has begun, or may begin in this one
         while step < last and (coming or not state.stopping):
             with meter.step(state), hangs.step(f"step {step + 1}"):
@@ -167,6 +173,7 @@ def fit(
             log.write(row)
             _require_finite(state.loss, step, config)
             progress.update(row)
+            state.commit(step, config)
             if config.checkpoint.every and step % config.checkpoint.every == 0 and step < last:
                 state.save(checkpointer, step)
                 saved = step
@@ -182,6 +189,11 @@ def fit(
         log.summarise(summary)
         progress.close()
         return summary
+
+
+def _checkpoints(parallel: ParallelModel, config: TrainConfig) -> CheckpointConfig:
+    """Of a model on a disk they are written as they are read: copies beside the training would take its memory."""
+    return config.checkpoint if parallel.durable is None else replace(config.checkpoint, asynchronous=False)
 
 
 def _require_finite(loss: float, step: int, config: TrainConfig) -> None:

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.checkpoint import Checkpointer, rng_state, set_rng_state
+from core.checkpoint import Checkpointer, decode_rank_values, encode_rank_values, rng_state, set_rng_state
 from core.config import UserError
 from core.mesh import GRID_AXES, axis_size, data_axis, group_of_ranks, stage_axis
 from core.nn.moe import MoE, take_load
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_squares
-from core.optim.sharded import ShardedOptimizer, restore_state, state_tensors
+from core.optim.sharded import make_state, restore_state, state_tensors
 from core.parallel.correction import CORRECTIONS
 from core.parallel.parallel_model import ParallelModel, Work
 from core.parallel.pipeline.schedule import SCHEDULES, ScheduleName
@@ -28,6 +29,7 @@ from core.train.curvature import Curvature
 from core.train.folder import checkpoint_path
 from core.train.noise import NoiseScale
 
+BUFFER = "buffer/"
 MOST_SKIPPED_IN_A_ROW = 20
 RandomState = dict[str, Tensor | bytes]
 NO_CORRECTION = {"name": "none", "count": 0}
@@ -105,8 +107,7 @@ class TrainState:
         found |= {f"stashed/{name}": parameter for name, parameter in self.parallel.stashed.items()}
         for key, state in self.parallel.correction.tensors.items():
             found |= {f"correction/{key}/{name}": value for name, value in state.items()}
-        persistent = self.parallel.model.state_dict(keep_vars=True)
-        found |= {f"buffer/{n}": b for n, b in self.parallel.model.named_buffers() if n in persistent}
+        found |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
             found |= {f"optim/{key}/{name}": value for key, value in state.items()}
         found |= {f"comm/{name}": value for name, value in comm.items()}
@@ -122,7 +123,7 @@ class TrainState:
 
     def complete_tensors(self) -> dict[str, Tensor]:
         """`tensors`, with the optimizer's state of what has none: it took part in no step, or all were skipped."""
-        self._make_optimizer_state()
+        make_state(self.optimizer, self.parallel.masters.values())
         return self.tensors()
 
     def record(self) -> dict[str, Any]:
@@ -142,6 +143,35 @@ class TrainState:
         if self.parallel.compression is not None:
             values["compression"] = self.parallel.compression.record()
         return values
+
+    def commit(self, step: int, config: TrainConfig) -> None:
+        """Make a step durable where the model's steps are: what is lost if the process is killed now is nothing."""
+        durable = self.parallel.durable
+        if durable is None or (step % durable.every and step < config.steps and not self.stopping):
+            return
+        blob = encode_rank_values(rng_state() | {f"{BUFFER}{name}": b for name, b in self._buffers().items()})
+        durable.commit(step, run_of(config), self.record(), blob)
+
+    def load_durable(self, step: int) -> int:
+        """Take over a durable step.  Returns it."""
+        durable = self.parallel.durable
+        assert durable is not None
+        with durable.loading(), torch.no_grad():
+            values, blob = durable.restore(step)
+            self._require_schedule(values)
+            found = decode_rank_values(blob)
+            for name, buffer in self._buffers().items():
+                kept = found.pop(f"{BUFFER}{name}")
+                assert isinstance(kept, Tensor)
+                buffer.copy_(kept)
+            self.parallel.publish()
+        self._take_over(values, found)
+        return step
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The model's buffers that are part of its state."""
+        persistent = self.parallel.model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.parallel.model.named_buffers() if name in persistent}
 
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
         """Take over a checkpoint, of whatever mesh.  Returns its step.
@@ -176,17 +206,22 @@ class TrainState:
         fill  fills `tensors` in place, and returns the `record` and this rank's random state, where that is to be had
         comm  see `tensors`
         """
-        self._make_optimizer_state()
-        optim = self._optimizer_tensors()
-        values, random = fill(self.tensors(optim, comm))
-        self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
-        for name, loaded in optim.items():
-            restore_state(self.optimizer, self.parallel.masters[name], loaded)
-        if self.parallel.local is not None:
-            self.parallel.local.restored()
-        self.parallel.publish()
+        make_state(self.optimizer, self.parallel.masters.values())
+        durable = self.parallel.durable
+        with nullcontext() if durable is None else durable.loading():
+            optim = self._optimizer_tensors()
+            values, random = fill(self.tensors(optim, comm))
+            self.parallel.correction.count = values.get("correction", NO_CORRECTION)["count"]
+            for name, loaded in optim.items():
+                restore_state(self.optimizer, self.parallel.masters[name], loaded)
+            if self.parallel.local is not None:
+                self.parallel.local.restored()
+            self.parallel.publish()
         if comm and self.parallel.compression is not None:
             self.parallel.compression.take(values["compression"], comm)
+        self._take_over(values, random)
+
+    def _take_over(self, values: dict[str, Any], random: Mapping[str, Tensor | bytes] | None) -> None:
         self.loaded = values["values"]
         self.norms = {int(step): float(norm) for step, norm in values.get("norms", [])}
         self.loss_scale.load_state(values["loss_scale"])
@@ -195,7 +230,7 @@ class TrainState:
         if self.noise is not None and "noise_scale" in values:
             self.noise.load_state(values["noise_scale"])
         if random is not None:
-            set_rng_state(random)
+            set_rng_state(dict(random))
 
     def _require_schedule(self, saved: dict[str, Any]) -> None:
         name, own = saved.get("schedule", "1f1b"), self.parallel.schedule_name
@@ -284,33 +319,6 @@ class TrainState:
                     f"--comm.{name} {record[name]}, or begin anew with its weights"
                 )
         return compression.to_fill(record)
-
-    def _make_optimizer_state(self) -> None:
-        """State as it is before the first step, of every master that has none.
-
-        Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to zero: it exists, and
-        nothing has moved.
-        """
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.init_state()
-            return
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        bare = [m for m in self.parallel.masters.values() if id(m) in held and not self.optimizer.state.get(m)]
-        if not bare:
-            return
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        for master in bare:
-            master.grad = torch.zeros_like(master)
-        self.optimizer.step()
-        for group, rate in zip(self.optimizer.param_groups, rates):
-            group["lr"] = rate
-        for master in bare:
-            master.grad = None
-            for value in self.optimizer.state.get(master, {}).values():
-                if isinstance(value, Tensor):
-                    value.zero_()
 
     def read_step(
         self, mean: Tensor, norm: Tensor, stop_requested: bool, squares: Tensor | None = None
@@ -428,6 +436,7 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig, a
     Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
     """
     latest = agreed(checkpointer.latest())  # file systems need not show all ranks the same at once
+    on_disk = _durable_step(state, config, again)
     if config.resume is None and not again:
         if latest is not None:
             raise UserError(
@@ -435,5 +444,31 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig, a
             )
         return None
     if config.resume in (None, "auto") or (again and latest is not None):
+        if on_disk is not None and on_disk >= (latest or 0):
+            return state.load_durable(on_disk)
         return None if latest is None else state.load(checkpointer, None)
     return state.load(checkpointer, checkpoint_path(Path(config.resume)))
+
+
+def run_of(config: TrainConfig) -> str:
+    """The name of a run on a disk: its folder."""
+    return str(config.out.resolve())
+
+
+def _durable_step(state: TrainState, config: TrainConfig, again: bool) -> int | None:
+    """The last step of this run on its disk.  Raises UserError where that has steps of others, or of no resumed run."""
+    durable = state.parallel.durable
+    found = None if durable is None else durable.latest()
+    if durable is None or found is None:
+        return None
+    step, run = found
+    if run != run_of(config):
+        raise UserError(
+            f"gemini.disk={durable.folder} holds step {step} of {run}; continue that run, or give another folder"
+        )
+    if config.resume is None and not again:
+        raise UserError(
+            f"gemini.disk={durable.folder} already holds step {step} of this run; add --resume to continue it, or "
+            "remove the folder"
+        )
+    return step

@@ -35,6 +35,8 @@ TRAINING: dict[str, Any] = {
     "local.every": 4,
     "gemini.policy": "cpu",
     "gemini.host": "1KiB",
+    "gemini.disk": Path("drive"),
+    "gemini.durable_every": 2,
     "gemini.figure": Path("step.png"),
     "mesh.cp_ulysses": 2,
     "mesh.tp_depth": 2,

@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -55,6 +56,9 @@ class Case:
     budget: str | None = None
     policy: Any = "auto"
     planned: bool = False
+    host: str | None = None
+    disk: Path | None = None
+    clip: float | None = CLIP
     segments: Segments | None = None
 
 
@@ -93,14 +97,14 @@ class _Config(TrainConfig):
 def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
     config = _Config(
-        **vars(case.parallel) | {"gemini": GeminiConfig(case.budget, case.policy)},
+        **vars(case.parallel) | {"gemini": GeminiConfig(case.budget, case.policy, host=case.host, disk=case.disk)},
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,
         optim=OptimConfig(
             case.optim,
             lr=LR,
-            clip_norm=None if case.optim == "hessian_free" else CLIP,  # which clips nothing
+            clip_norm=None if case.optim == "hessian_free" else case.clip,  # which clips nothing
             schedule=ScheduleConfig(warmup_steps=2),
             **dict(case.options),
         ),

@@ -59,6 +59,7 @@ class FoldTrainPlanConfig(PlannedRun, FoldTrainConfig):
             found["utilisation"] = "and what this machine computes in a second is not known; give --gpu, such as A100"
         if self.gemini.figure is not None:
             found["gemini.figure"] = "in a plan, which does not draw it; leave it out"
+        found["gemini.durable_every"] = "in a plan, which is of steps that are all made durable; leave it out"
         return found
 
 

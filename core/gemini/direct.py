@@ -1,0 +1,209 @@
+"""Reads and writes of a file past the page cache: O_DIRECT in pieces by a few threads, with checksums of every block.
+
+Nothing is compiled: `os.preadv` and `os.pwritev` give up the interpreter's lock, and so does the checksum, so a few
+threads keep one drive busy. Offsets, lengths and addresses are multiples of 4096, which every drive takes. Where a file
+system refuses O_DIRECT (tmpfs) the same calls go through the page cache, and `is_direct` says so.
+
+A checksum is a CRC-32 of at most 1 MiB (`core.files`): a block that was half written when the power went, or that the
+drive has lost since, is found when it is read, and named.
+"""
+
+import errno
+import math
+import mmap
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.files import Damaged, naming
+from core.pinned import host_empty
+from core.trace.machine import Bandwidth
+
+ALIGNMENT = 4096
+CHECKED_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20
+THREADS = 4
+PROBE_BYTES = 16 << 20
+DESCRIBED_DRIVE = 3.5e9, 2.5e9
+"""Bytes a second that a PCIe 3 SSD reads and writes, for a drive that is not here."""
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """Bytes with what fills up the last block."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Transfer:
+    """A read or write that is under way, in pieces."""
+
+    def __init__(self, pieces: Sequence[Future[list[int]]]):
+        self._pieces = pieces
+
+    def wait(self) -> list[int]:
+        """Return when all pieces are through: the checksums of the blocks.  Raises what went wrong, when none runs."""
+        failures = [piece.exception() for piece in self._pieces]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return [checksum for piece in self._pieces for checksum in piece.result()]
+
+    @property
+    def is_over(self) -> bool:
+        return all(piece.done() for piece in self._pieces)
+
+
+class DirectFile:
+    """A file that is read and written past the page cache.
+
+    is_direct                 whether the file system lets it
+    read_bytes, written_bytes asked for so far
+    """
+
+    def __init__(self, path: Path, create: bool = False):
+        self.path = path
+        self.read_bytes = self.written_bytes = 0
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        with naming(path):
+            try:
+                self.handle, self.is_direct = os.open(path, flags | os.O_DIRECT, 0o644), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.handle, self.is_direct = os.open(path, flags, 0o644), False
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
+
+    def grow(self, offset: int, num_bytes: int) -> None:
+        """Make room behind what there is, on the disk: what is full is full now, and not in step 900."""
+        with naming(self.path):
+            os.posix_fallocate(self.handle, offset, num_bytes)
+
+    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+        """These bytes as shared memory, whose pages come through the page cache when somebody looks at them."""
+        return mmap.mmap(self.handle, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+
+    def read(self, offset: int, memory: Tensor, checksums: Sequence[int] | None = None) -> Transfer:
+        """Fill page-aligned memory [num_bytes] from there; Damaged is raised for blocks of other checksums."""
+        self.read_bytes += memory.nbytes
+        view = _bytes_of(memory)
+        return self._in_pieces(
+            len(view),
+            lambda a, b: self._read(offset + a, view[a:b], None if checksums is None else _blocks_of(checksums, a, b)),
+        )
+
+    def write(self, offset: int, memory: Tensor) -> Transfer:
+        """Write page-aligned memory [num_bytes] to there; it must stay as it is until the transfer is over."""
+        self.written_bytes += memory.nbytes
+        view = _bytes_of(memory)
+        return self._in_pieces(len(view), lambda a, b: self._write(offset + a, view[a:b]))
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        with naming(self.path):
+            os.fdatasync(self.handle)
+
+    def sync_maps(self) -> None:
+        """Return when all that was written through mapped memory is on the disk."""
+        with naming(self.path):
+            os.fsync(self.handle)
+
+    def forget(self) -> None:
+        """Let the page cache have nothing of it that is not mapped."""
+        os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        os.close(self.handle)
+
+    def _in_pieces(self, num_bytes: int, transfer: Callable[[int, int], list[int]]) -> Transfer:
+        starts = range(0, num_bytes, PIECE_BYTES)
+        return Transfer([self._pool.submit(transfer, a, min(num_bytes, a + PIECE_BYTES)) for a in starts])
+
+    def _read(self, offset: int, view: memoryview, expected: Sequence[int] | None) -> list[int]:
+        if self._whole(os.preadv, offset, view) < len(view):
+            raise Damaged(f"{self.path} ends before byte {offset + len(view)}, where there should be more")
+        found = _checksums(view)
+        if expected is not None and found != list(expected):
+            bad = next(k for k, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+            begin = offset + bad * CHECKED_BYTES
+            end = min(begin + CHECKED_BYTES, offset + len(view))
+            raise Damaged(f"{self.path} is damaged: bytes {begin} to {end - 1} are not those that were written")
+        return found
+
+    def _write(self, offset: int, view: memoryview) -> list[int]:
+        if self._whole(os.pwritev, offset, view) < len(view):
+            raise OSError(errno.EIO, "the drive takes no more of a write", str(self.path))
+        return _checksums(view)
+
+    def _whole(self, call: Callable[..., int], offset: int, view: memoryview) -> int:
+        """Transfer all of it, also where single calls are short.  Returns less only where one transfers nothing."""
+        done = 0
+        with naming(self.path):
+            while done < len(view):
+                count = call(self.handle, [view[done:]], offset + done)
+                if count == 0:
+                    break
+                # The next call begins at a whole block: what is left of a part of one is transferred once more.
+                done = len(view) if done + count == len(view) else done + count - count % ALIGNMENT
+        return done
+
+
+def mapped_temporary(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor, undefined, whose memory is a file's that nobody else sees and that is gone with the tensor."""
+    num_bytes = dtype.itemsize * math.prod(shape)
+    if num_bytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        pages = mmap.mmap(file.fileno(), num_bytes)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
+
+
+def drive_speed(folder: Path) -> tuple[float, float]:
+    """Bytes a second that are read and written in a folder, past the page cache: of the better of two tries each."""
+    path = folder / f".probe-{os.getpid()}"
+    file = DirectFile(path, create=True)
+    try:
+        file.grow(0, PROBE_BYTES)
+        memory = host_empty(PROBE_BYTES, torch.uint8, False, paged=True).zero_()
+        written = [_seconds(lambda: (file.write(0, memory).wait(), file.sync())) for _ in range(2)]
+        read = [_seconds(lambda: file.read(0, memory).wait()) for _ in range(2)]
+    finally:
+        file.close()
+        path.unlink()
+    return PROBE_BYTES / min(read), PROBE_BYTES / min(written)
+
+
+def with_drive(bandwidth: Bandwidth, folder: Path | None) -> Bandwidth:
+    """The bandwidth with that of the drive of a folder: measured where there is one, else that of a usual SSD."""
+    if folder is None:
+        return bandwidth
+    read, written = drive_speed(folder) if folder.is_dir() else DESCRIBED_DRIVE
+    return replace(bandwidth, disk_read=read, disk_write=written)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _bytes_of(memory: Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+def _checksums(view: memoryview) -> list[int]:
+    return [zlib.crc32(view[a : a + CHECKED_BYTES]) for a in range(0, len(view), CHECKED_BYTES)]
+
+
+def _blocks_of(checksums: Sequence[int], begin: int, end: int) -> Sequence[int]:
+    return checksums[begin // CHECKED_BYTES : -(-end // CHECKED_BYTES)]

@@ -1,0 +1,145 @@
+"""A small GPT trained with Gemini's disk, killed at the n-th call of the drive again and again.
+
+python -m tests.support.disk FOLDER KILLS [SEED]
+
+Every run is a fork of one process that has imported everything and joined no group. In a killed run a write is torn:
+half of it is on the drive when the process ends.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.compose import ParallelConfig
+from core.gemini import direct
+from core.runtime import join
+from core.train import TrainConfig, TrainState
+from core.train.loop import train_step
+from tests.parity.test_train import GPT2
+from tests.support.training import Case, batch_of, build, loss, weight
+
+STEPS = 4
+CASE = Case(
+    replace(GPT2, num_layers=2), parallel=ParallelConfig(precision="bf16", zero=3), steps=STEPS, batch=4, length=5,
+    budget="120KB", host="170KB", planned=True,
+)  # fmt: skip
+CALLS = ("preadv", "pwritev", "fdatasync", "fsync", "replace", "posix_fallocate")
+
+
+def go_on(state: TrainState, config: TrainConfig, done: Path | None = None, steps: int = STEPS) -> dict[int, float]:
+    """Train to the end from what is durable, each step durable.  Returns the loss of each step.
+
+    done  gets a line when a step is durable
+    """
+    durable = state.parallel.durable
+    assert durable is not None
+    found = durable.latest()
+    first = 0 if found is None else state.load_durable(found[0])
+    losses = {}
+    for step in range(first, steps):
+        losses[step] = train_step(state, batch_of(CASE, step), loss, weight, config, step)["loss"]
+        state.commit(step + 1, config)
+        if done is not None:
+            with done.open("a") as file:
+                file.write(f"{step + 1} {losses[step]!r}\n")
+    return losses
+
+
+class Counted:
+    """Calls of the drive, counted; the n-th may be something else."""
+
+    def __init__(self, nth: int | None = None, instead: Callable[[str, Callable[..., Any], tuple], Any] | None = None):
+        self.count, self.nth, self.instead = 0, nth, instead
+        self._real = {name: getattr(os, name) for name in CALLS}
+
+    def __enter__(self) -> "Counted":
+        for name, real in self._real.items():
+            setattr(direct.os, name, lambda *args, name=name, real=real: self._call(name, real, args))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, real in self._real.items():
+            setattr(direct.os, name, real)
+
+    def _call(self, name: str, real: Callable[..., Any], args: tuple) -> Any:
+        self.count += 1
+        if self.instead is not None and self.count == self.nth:
+            return self.instead(name, real, args)
+        return real(*args)
+
+
+def torn_and_killed(name: str, real: Callable[..., Any], args: tuple) -> None:
+    if name == "pwritev":
+        handle, (view,), offset = args
+        half = len(view) // 2 // direct.ALIGNMENT * direct.ALIGNMENT
+        if half:
+            real(handle, [view[:half]], offset)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, out: Path, nth: int | None) -> None:
+    join("cpu")
+    with Counted(nth, torn_and_killed) as calls:
+        state, config = build(replace(CASE, disk=folder))
+        go_on(state, config, out.with_suffix(".done"))
+    torch.save({name: master.clone() for name, master in state.parallel.masters.items()}, out)
+    out.with_suffix(".calls").write_text(str(calls.count))
+
+
+def forked(*args: Any) -> int:
+    """Exit status of `train` in a process of its own."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            train(*args)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitpid(process, 0)[1]
+
+
+def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
+    draw = random.Random(seed)
+    straight = folder / "straight.pt"
+    assert forked(folder / "disk", straight, None) == 0
+    shutil.rmtree(folder / "disk")
+    num_calls, lost, from_step = int(straight.with_suffix(".calls").read_text()), 0, []
+    expected = torch.load(straight)
+    told = straight.with_suffix(".done").read_text().splitlines()
+    for kill in range(num_kills):
+        disk, out = folder / "disk", folder / f"{kill}.pt"
+        # Few calls belong to what comes before the first step; each kill falls anywhere.
+        status = forked(disk, out, draw.randint(1, num_calls))
+        assert status == signal.SIGKILL, status
+        done = out.with_suffix(".done")
+        durable = done.read_text().splitlines() if done.exists() else []
+        done.unlink(missing_ok=True)
+        assert forked(disk, out, None) == 0
+        rest = done.read_text().splitlines() if done.exists() else []
+        first = STEPS - len(rest)
+        from_step.append(first)
+        assert len(durable) <= first <= len(durable) + 1, (durable, first)
+        assert durable == told[: len(durable)]
+        assert rest == told[first:]
+        lost += any(not torch.equal(value, expected[name]) for name, value in torch.load(out).items())
+        shutil.rmtree(disk)
+    return {"calls": num_calls, "kills": num_kills, "from_step": from_step, "wrong": lost}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)))

@@ -1,0 +1,328 @@
+"""The disk below the host: bit for bit what training without it does, in its budgets, whatever the drive does."""
+
+import errno
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.config import UserError
+from core.files import Damaged
+from core.gemini.config import GeminiConfig
+from core.gemini.direct import ALIGNMENT, CHECKED_BYTES, DirectFile, mapped_temporary
+from core.gemini.generation import Folder
+from core.gemini.replicas import GeminiReplicas
+from core.gemini.residency import host_bytes_of, to_disk
+from core.gemini.trace import ChunkInfo
+from core.pinned import host_empty
+from core.runtime import join
+from core.train import TrainState
+from core.train.loop import train_step
+from tests.support.disk import CASE, STEPS, Counted, go_on
+from tests.support.training import Case, batch_of, build, gemini_of, loss, run, weight
+
+
+@pytest.fixture(scope="module", autouse=True)
+def joined() -> None:
+    join("cpu")
+
+
+@pytest.fixture(scope="module")
+def straight() -> dict[str, Any]:
+    """What the case learns without a disk."""
+    return run(replace(CASE, host=None))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., tuple[TrainState, Any]]]:
+    """Runs of the case on a folder, which are closed at the end."""
+    made: list[GeminiReplicas] = []
+
+    def begin(case: Case = CASE, folder: Path = tmp_path / "disk") -> tuple[TrainState, Any]:
+        for before in made:
+            before.close()
+        state, config = build(replace(case, disk=folder))
+        made.append(gemini_of(state.parallel))
+        return state, config
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+def least_host(opened: Callable[..., Any], case: Case) -> str:
+    """What the refusal of a host that is too small says."""
+    with pytest.raises(UserError) as refused:
+        opened(replace(case, host="1KB"))
+    line = str(refused.value)
+    assert "\n" not in line
+    found = re.search(r"at least (\d+ bytes)", line) or re.search(r"([\d.]+ [KMG]iB) of model data", line)
+    assert found is not None
+    return found[1].replace("bytes", "B")
+
+
+def require_learned(state: TrainState, straight: dict[str, Any]) -> None:
+    for name, master in state.parallel.masters.items():
+        piece = straight["start"][name].value + straight["displacement"][name].value
+        assert torch.allclose(master, piece, rtol=0, atol=1e-7), name
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[DirectFile]:
+    file = DirectFile(tmp_path / "file", create=True)
+    file.grow(0, 20 * CHECKED_BYTES)
+    yield file
+    file.close()
+
+
+def memory(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    made = host_empty(num_bytes, torch.uint8, pinned=False, paged=True)
+    return made.random_(generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_is_written_is_read(file: DirectFile) -> None:
+    written, read = memory(11 * CHECKED_BYTES + ALIGNMENT), memory(11 * CHECKED_BYTES + ALIGNMENT, 1)
+    sums = file.write(ALIGNMENT, written).wait()
+    assert len(sums) == 12
+    assert file.read(ALIGNMENT, read, sums).wait() == sums
+    assert torch.equal(read, written)
+    assert (file.read_bytes, file.written_bytes) == (read.nbytes, written.nbytes)
+    assert file.is_direct
+
+
+def test_a_block_that_is_not_what_was_written_is_named(file: DirectFile) -> None:
+    sums = file.write(0, memory(11 * CHECKED_BYTES)).wait()
+    with file.path.open("r+b") as other:
+        other.seek(9 * CHECKED_BYTES + 5)
+        other.write(b"rot")
+    first, last = 9 * CHECKED_BYTES, 10 * CHECKED_BYTES - 1
+    with pytest.raises(Damaged, match=f"bytes {first} to {last} are not those"):
+        file.read(0, memory(11 * CHECKED_BYTES), sums).wait()
+
+
+def test_mapped_memory_leaves_no_file(tmp_path: Path) -> None:
+    tensor = mapped_temporary(tmp_path, (3, 5), torch.float32)
+    assert tensor.fill_(2.0).sum() == 30
+    assert mapped_temporary(tmp_path, (0, 3), torch.float32).shape == (0, 3)
+    assert not list(tmp_path.iterdir())
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_learn_leaves_the_host_first() -> None:
+    def chunk(index: int, kept: int, learns: bool) -> ChunkInfo:
+        return ChunkInfo(index, 1, 1, 1, learns, kept + 10 * learns, 10 * learns, kept, 1, kept)
+
+    chunks = [chunk(0, 100, True), chunk(1, 60, False), chunk(2, 300, True), chunk(3, 40, True)]
+    everything = host_bytes_of(chunks, frozenset(), frozenset(), True)
+    assert everything == 530 + 3 * 300
+    assert to_disk(chunks, frozenset(), None) == to_disk(chunks, frozenset(), everything) == frozenset()
+    assert to_disk(chunks, frozenset(), everything - 1) == {1}
+    assert to_disk(chunks, frozenset(), everything - 61) == {2}  # which alone does it
+    assert to_disk(chunks, frozenset({2}), 0) == {0, 1, 3}
+    assert host_bytes_of(chunks, frozenset(), to_disk(chunks, frozenset(), 0), True) == 30 + 3 * 300
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("optim", "precision"), [("adamw", "fp32"), ("sgd", "bf16"), ("adafactor", "fp32")])
+def test_bit_equal_in_budgets_drawn_at_random(opened, optim: str, precision: Any) -> None:
+    draw = random.Random(optim)
+    parallel = replace(CASE.parallel, precision=precision)
+    case = replace(CASE, optim=optim, parallel=parallel, host=None, budget=f"{draw.randint(105, 125)}KB")
+    case = replace(case, planned=draw.random() < 0.7, microbatch=draw.choice([None, 2]))
+    expected = run(case)
+    state, config = opened(replace(case, host=least_host(opened, case)))
+    for step in range(STEPS):
+        figures = train_step(state, batch_of(case, step), loss, weight, config, step)
+        assert figures["loss"] == expected["losses"][step]
+        state.commit(step + 1, config)
+    replicas = gemini_of(state.parallel)
+    assert replicas.disk is not None
+    assert replicas.disk.away
+    assert 0 < replicas.host.peak_bytes <= replicas.host.budget_bytes
+    assert replicas.tier.peak_bytes <= replicas.tier.budget_bytes
+    for name, master in state.parallel.masters.items():
+        assert torch.equal(master - expected["start"][name].value, expected["displacement"][name].value), name
+
+
+def counted_and_planned(state: TrainState, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes (read, written) of the third step and its durable copy, and those that follow from its plan."""
+    replicas = gemini_of(state.parallel)
+    disk, planned = replicas.disk, replicas.planned
+    assert disk is not None
+    assert planned is not None
+    before = (0, 0)
+    for step in range(3):
+        before = disk.file.read_bytes, disk.file.written_bytes
+        train_step(state, batch_of(CASE, step), loss, weight, config, step)
+        state.commit(step + 1, config)
+    fetches = [move.chunk for moves in planned.plan.moves for move in moves if move.kind in ("fetch", "prefetch")]
+    read = written = 0
+    for chunk, slots in disk.slots.items():
+        written += slots.num_bytes if chunk.trainable else 0
+        if chunk in disk.away:
+            begin, end = slots.fetched
+            read += fetches.count(chunk.index) * (end - begin) + sum(b - a for a, b in slots.updated)
+    return (disk.file.read_bytes - before[0], disk.file.written_bytes - before[1]), (read, written)
+
+
+@pytest.mark.parametrize(
+    ("optim", "options", "moved"),
+    [("adamw", (), 26), ("adamw8bit", (), 14), ("sgd", (("momentum", 0.0),), 10)],
+)
+def test_bytes_are_those_of_the_closed_form(opened, optim: str, options: tuple, moved: int) -> None:
+    """In bf16 an update reads masters and state, and writes them and the values in 16 bits."""
+    model = replace(CASE.model, dim=120, ffn_dim=240, num_layers=1)
+    case = replace(CASE, model=model, optim=optim, options=options, budget="1.5MB")
+    state, config = opened(replace(case, host=least_host(opened, case)))
+    found, planned = counted_and_planned(state, config)
+    assert found == planned
+    disk = gemini_of(state.parallel).disk
+    assert disk is not None
+    largest = max(disk.slots.values(), key=lambda slots: slots.chunk.own_elements)
+    of_update = largest.num_bytes + sum(b - a for a, b in largest.updated)
+    assert of_update == pytest.approx(moved * largest.chunk.own_elements, rel=0.1)  # blocks of 4096 bytes are filled up
+
+
+def test_the_page_cache_has_nothing_of_the_file(opened) -> None:
+    state, config = opened()
+    go_on(state, config)
+    disk = gemini_of(state.parallel).disk
+    assert disk is not None
+    assert disk.file.is_direct
+    looked_at = subprocess.run(["fincore", "--bytes", "--raw", "--noheadings", "-o", "PAGES", disk.file.path],
+                               capture_output=True, text=True, check=False)  # fmt: skip
+    assert looked_at.stdout.split() == ["0"], looked_at
+
+
+# --- durable steps ----------------------------------------------------------------------------------------------------
+
+
+def test_another_budget_goes_on_from_the_last_step(opened, straight) -> None:
+    state, config = opened()
+    go_on(state, config, steps=2)
+    state, config = opened(replace(CASE, budget="140KB", host="250KB"))
+    durable = state.parallel.durable
+    assert durable is not None
+    assert durable.latest() == (2, str(config.out.resolve()))
+    assert list(go_on(state, config).values()) == straight["losses"][2:STEPS]
+    require_learned(state, straight)
+    names = [path.name for path in (durable.folder / "rank-0").glob("chunks-*.bin")]
+    assert len(names) == 1  # that of the first run has gone, with its last record
+
+
+def test_kills_at_any_call_lose_at_most_a_step(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.disk", tmp_path, "2", "1"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1])["wrong"] == 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_many_kills(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.disk", tmp_path, "200"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1])["wrong"] == 0
+
+
+def failing(code: int) -> Callable[..., Any]:
+    def fail(name: str, real: Callable[..., Any], args: tuple) -> None:
+        raise OSError(code, "injected")
+
+    return fail
+
+
+def half(name: str, real: Callable[..., Any], args: tuple) -> Any:
+    """A short transfer."""
+    if name not in ("preadv", "pwritev"):
+        return real(*args)
+    handle, (view,), offset = args
+    return real(handle, [view[: len(view) // 2]], offset)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_failing_drive_leaves_the_last_step(opened, straight, code: int) -> None:
+    state, config = opened()
+    go_on(state, config, steps=2)
+    with Counted() as calls:
+        train_step(state, batch_of(CASE, 2), loss, weight, config, 2)
+        state.commit(3, config)
+    for nth in random.Random(code).sample(range(1, calls.count + 1), 2):
+        state, config = opened()
+        durable = state.parallel.durable
+        assert durable is not None
+        latest = durable.latest()
+        assert latest is not None
+        first = latest[0]
+        with Counted(nth, failing(code)), pytest.raises(OSError, match="injected") as failed:
+            go_on(state, config, steps=first + 1)
+        assert failed.value.filename is not None
+    state, config = opened()
+    go_on(state, config)
+    require_learned(state, straight)
+
+
+def test_short_transfers_are_gone_on_with(opened, straight) -> None:
+    with Counted() as calls:
+        state, config = opened()
+    for nth in range(5, 2 * calls.count, 40):
+        with Counted(nth, half):
+            go_on(state, config, steps=1 if nth < calls.count else STEPS)
+    go_on(state, config)
+    require_learned(state, straight)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_are_refused(opened, tmp_path: Path) -> None:
+    state, config = opened(folder=tmp_path / "disk")
+    with pytest.raises(UserError, match=r"is in use by process \d+ .*or give another --gemini.disk"):
+        Folder(tmp_path / "disk" / "rank-0")
+    go_on(state, config, steps=1)
+    state, config = opened(replace(CASE, model=replace(CASE.model, num_layers=1)))
+    with pytest.raises(UserError, match="is of another model or optimizer: it has"):
+        go_on(state, config)
+    state, config = opened(replace(CASE, model=replace(CASE.model, ffn_dim=52)))
+    with pytest.raises(UserError, match="is of another shape"):
+        go_on(state, config)
+    with pytest.raises(UserError, match="lies in memory"):
+        Folder(Path("/dev/shm/megalith-test") / "rank-0")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="give a folder on a drive that can be written"):
+        Folder(tmp_path / "file" / "rank-0")
+    record = next((tmp_path / "disk" / "rank-0").glob("generation-*.json"))
+    record.write_bytes(record.read_bytes().replace(b'"step": 1', b'"step": 7'))
+    state.parallel.close()
+    with pytest.raises(UserError, match="is damaged"):
+        Folder(tmp_path / "disk" / "rank-0")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"budget": None, "disk": Path("x")}, "gemini.disk=x without a budget"),
+        ({"budget": "1MB", "durable_every": 0}, "gemini.durable_every=0"),
+    ],
+)
+def test_options_that_are_refused(options: dict, match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        GeminiConfig(**options)
