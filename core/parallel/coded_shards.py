@@ -95,12 +95,11 @@ def check_nodes(comm: CommConfig, mesh: AnyMesh) -> None:
     """Raises UserError for nodes that the ranks do not make."""
     if comm.node == 1 or not comm.codes_shards:
         return
-    for axis, why in (
-        (EXPERT_AXIS, "experts are sharded over other ranks than the rest"),
-        ("cp", "its ranks shard, too"),
-    ):
-        if axis in (mesh.mesh_dim_names or ()) and axis_size(mesh, axis) > 1:
-            raise UserError(f"comm.node={comm.node} with mesh.{axis}={axis_size(mesh, axis)}: {why}; use comm.node=1")
+    if EXPERT_AXIS in (mesh.mesh_dim_names or ()) and axis_size(mesh, EXPERT_AXIS) > 1:
+        raise UserError(
+            f"comm.node={comm.node} with mesh.ep={axis_size(mesh, EXPERT_AXIS)}: experts are sharded over other ranks "
+            "than the rest; use --comm.node 1"
+        )
     ranks = math.prod(axis_size(mesh, axis) for axis in shard_axes(mesh))
     if ranks % comm.node:
         nodes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)

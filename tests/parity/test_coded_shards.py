@@ -198,11 +198,13 @@ def test_ranks_are_a_simulation(ranks, name: str) -> None:
     [
         (4, MeshConfig(tp=2), LLAMA),
         pytest.param(4, MeshConfig(pp=2), GPT2, marks=pytest.mark.soak),
+        pytest.param(4, MeshConfig(cp=2), GPT2, marks=pytest.mark.soak),
         pytest.param(4, MeshConfig(dp_replicate=2), GPT2, marks=pytest.mark.soak),
     ],
 )
 def test_a_second_copy_beside_other_forms(ranks, size: int, mesh: MeshConfig, model: DecoderConfig) -> None:
-    case = Case(model, mesh=mesh, parallel=ParallelConfig(3, "fp64", comm=CommConfig(secondary=True)), microbatch=2)
+    comm = CommConfig(secondary=True, node=mesh.cp)
+    case = Case(model, mesh=mesh, parallel=ParallelConfig(3, "fp64", comm=comm), microbatch=2)
     alone = replace(case, mesh=MeshConfig(), parallel=ParallelConfig(precision="fp64"), microbatch=None)
     found, where = largest_difference(ranks(size).run(run, case), ranks(1).run(run, alone)[0], case.steps)
     assert found <= TOLERANCE, f"{where} differs by {found:.3g}"

@@ -123,6 +123,7 @@ CODED = "--comm.weights int8 --comm.gradients int4"
                 f"--zero 1 --nproc 3 --microbatch 4 {CODED}",
                 f"--zero 3 --recipe gpt2_124m --nproc 60 --comm.node 4 --comm.secondary --precision bf16 {CODED}",
                 f"--zero 3 --nproc 4 --mesh.tp 2 {CODED}",
+                f"--zero 3 --nproc 8 --mesh.cp 2 --comm.node 4 --comm.secondary {CODED}",
                 f"--zero 3 --nproc 2 --comm.secondary {CODED}",
                 f"--zero 2 --nproc 4 --mesh.dp-replicate 2 --comm.node 2 {CODED}",
                 "--nproc 2 --mesh.pp 2 --comm.activations int8 --microbatch 2",
@@ -186,7 +187,7 @@ def test_other_forms_are_refused(options, said: str) -> None:
             "comm.node=3 does not divide the 8 ranks .*; use 1, 2, 4, 8",
         ),
         (8, MeshShape(("dp_replicate", "dp_shard"), (2, 8)), "comm.secondary with comm.node=8: ZeRO shards over one"),
-        (2, MeshShape(("dp_replicate", "dp_shard", "cp"), (1, 4, 2)), "comm.node=2 with mesh.cp=2: its ranks shard"),
+        (2, MeshShape(("dp_replicate", "dp_shard", "ep"), (1, 4, 2)), "comm.node=2 with mesh.ep=2: experts are"),
     ],
 )
 def test_nodes_that_ranks_do_not_make(node: int, mesh: MeshShape, said: str) -> None:
