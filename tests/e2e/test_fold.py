@@ -171,7 +171,17 @@ def test_predict(tmp_path: Path, weights: Path, capsys) -> None:
     assert [row["rank"] for row in ranking] == [1, 2]
     assert ranking[0]["mean_plddt"] >= ranking[1]["mean_plddt"]
     assert {row["seed"] for row in ranking} == {0, 1}
-    suffixes = (".cif", ".pdb", "_confidence.json", "_pae.npz", "_pae.json", "_plddt.png", "_pae.png", "_structure.png")
+    suffixes = (
+        ".cif",
+        ".pdb",
+        ".html",
+        "_confidence.json",
+        "_pae.npz",
+        "_pae.json",
+        "_plddt.png",
+        "_pae.png",
+        "_structure.png",
+    )
     assert {p.name for p in (out / "short").iterdir()} == {
         "ranking.json",
         "coverage.png",
@@ -318,7 +328,7 @@ def test_without_weights_the_toy_folds_and_marks_all_that_it_writes(tmp_path: Pa
     assert (tmp_path / "out" / "summary.csv").read_text().count(NOTE) == 4
     folder = tmp_path / "out" / "1ubi"
     written = {path.name: path for path in folder.iterdir()}
-    for name in ("rank_1.cif", "rank_1.pdb", "rank_1_confidence.json", "ranking.json"):
+    for name in ("rank_1.cif", "rank_1.pdb", "rank_1.html", "rank_1_confidence.json", "ranking.json"):
         assert NOTE in written.pop(name).read_text(), name
     with np.load(written.pop("rank_1_distogram.npz")) as file:
         assert str(file["note"]) == NOTE
