@@ -14,9 +14,22 @@ import torch
 from torch.distributed import TCPStore
 
 from core.checkpoint import read_full
+from core.mesh import MeshConfig
 from core.train import TrainConfig
 from core.train.elastic import shares
-from tests.support.elastic import ROWS, config, dealt_out, fork, replica, rows, said, store, train, wait_for_step
+from tests.support.elastic import (
+    ROWS,
+    config,
+    dealt_out,
+    fork,
+    replica,
+    replica_of_ranks,
+    rows,
+    said,
+    store,
+    train,
+    wait_for_step,
+)
 
 LIMIT_S = 10.0
 """from a kill to the next step"""
@@ -97,7 +110,7 @@ def undisturbed(tmp_path: Path, steps: int) -> list[float]:
     return [row["loss"] for row in rows(out)]
 
 
-def check(tmp_path: Path, out: Path, steps: int) -> None:
+def check(tmp_path: Path, out: Path, steps: int, parameters: bool = True) -> None:
     """All steps are there, once, with every row, and as if nothing had happened."""
     found = rows(out)
     assert [row["step"] for row in found] == list(range(1, steps + 1))
@@ -109,6 +122,8 @@ def check(tmp_path: Path, out: Path, steps: int) -> None:
         rtol=1e-10,
         atol=1e-10,
     )
+    if not parameters:
+        return
     straight = read_full(tmp_path / "undisturbed" / "checkpoints")
     ended = read_full(out / "checkpoints")
     assert straight.keys() == ended.keys()
@@ -145,6 +160,64 @@ def test_kills_and_joins_change_no_loss(run: Replicas, tmp_path: Path) -> None:
     print(f"seconds from a kill to the step after the next: {[round(s, 2) for s in seconds]}")
     check(tmp_path, run.given.out, run.given.steps)
     assert rows(run.given.out)[-1]["generation"] >= 4
+
+
+@pytest.mark.parametrize("form", ["tp", "pp", "zero3"])
+def test_a_rank_of_several_takes_its_replica_along(form: str, tmp_path: Path, kept: TCPStore) -> None:
+    """Within a replica lie tensor parallelism, stages or ZeRO's shards, of which the others have copies."""
+    within = {"tp": {"mesh": MeshConfig(tp=2)}, "pp": {"mesh": MeshConfig(pp=2)}, "zero3": {"zero": 3}}[form]
+    within |= {"microbatch": None if form == "pp" else 2}
+    given, all_ranks = config(tmp_path / "run", kept.port, 48, 1, **within), []
+    try:
+        for number in range(2):
+            all_ranks += replica_of_ranks(given, tmp_path / f"said-{number}", 2, 0.05)
+        wait_for_step(given.out, 2, START_S)
+        begin = time.monotonic()
+        while rows(given.out)[-1]["replicas"] < 2:
+            assert time.monotonic() - begin < START_S
+            time.sleep(0.02)
+        all_ranks[1].kill()
+        wait_for_step(given.out, rows(given.out)[-1]["step"] + 2, LIMIT_S)
+        all_ranks += replica_of_ranks(given, tmp_path / "said-2", 2, 0.05)
+        for process in all_ranks:
+            process.join(START_S)
+        assert [process.exitcode for process in all_ranks[2:4]] == [0, 0]
+    finally:
+        for process in all_ranks:
+            process.kill()
+    check(tmp_path, given.out, given.steps, parameters=form != "pp")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", [4, 8])
+def test_twenty_kills_lose_nothing(number: int, tmp_path: Path, kept: TCPStore) -> None:
+    """200 steps; at any moment one is killed, or two are, and others join at the same time."""
+    steps, draw, seconds = 200, random.Random(number), []
+    run = Replicas(config(tmp_path / "run", kept.port, steps, 2), tmp_path, 0.02)
+    try:
+        run.start(number)
+        run.wait_for_step(3, START_S)
+        kills = 0
+        while kills < 20:
+            many = draw.choice([1, 1, 2])
+            time.sleep(draw.uniform(0, 0.8))
+            if draw.random() < 0.7:
+                run.start(many)
+            for process in draw.sample(run.alive, min(many, len(run.alive) - 2)):
+                process.kill()
+                kills += 1
+            if len(run.alive) < number:
+                run.start(number - len(run.alive))
+            begin, step = time.monotonic(), run.step()
+            run.wait_for_step(min(step + 1, steps))
+            seconds.append(time.monotonic() - begin)
+        assert run.step() < steps, "all kills fell into the run"
+        assert set(run.end(600)) == {-signal.SIGKILL, 0}
+        print(f"{kills} kills of {number}; seconds to the next step: at most {max(seconds):.2f}")
+    finally:
+        run.kill()
+    check(tmp_path, run.given.out, steps)
 
 
 def test_one_that_only_hangs_is_lost_and_learns_so(run: Replicas, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,12 @@ from core.compose import parallelize
 from core.config import run_command
 from core.metrics import read_metrics
 from core.optim.build import build_optimizer
+from core.placement.stages import PipelinePlan
+from core.placement.table import ModelPlan
 from core.runtime import start
 from core.train import TrainConfig, fit
 from core.train.config import ElasticConfig
-from tests.support.small import Small, config_of, loss
+from tests.support.small import PLAN, Small, config_of, loss
 
 ROWS = 10
 """of the global batch, over 2, 3, 4 and 8 replicas: they do not divide"""
@@ -58,7 +61,8 @@ def train(given: TrainConfig, pause_s: float = 0.0, dropout: float = 0.2) -> dic
     with start("cpu", given.seed) as runtime:
         torch.manual_seed(0)
         model = Small(dropout).double()
-        parallel = parallelize(model, runtime.mesh(given.mesh, given.zero), given)
+        plan = ModelPlan(tensor=PLAN if given.mesh.tp > 1 else None, pipeline=PipelinePlan("blocks"))
+        parallel = parallelize(model, runtime.mesh(given.mesh, given.zero), given, plan)
         optimizer = build_optimizer(given.optim, parallel.masters)
         return fit(parallel, optimizer, Batch(), slow_loss, given, runtime)
 
@@ -81,6 +85,26 @@ def replica(given: TrainConfig, said: Path, pause_s: float = 0.0) -> BaseProcess
     process = fork.Process(target=_main, args=(given, said, pause_s))
     process.start()
     return process
+
+
+def _rank(given: TrainConfig, said: Path, pause_s: float, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    _main(given, said, pause_s)
+
+
+def replica_of_ranks(given: TrainConfig, said: Path, num_ranks: int, pause_s: float = 0.0) -> list[BaseProcess]:
+    """Start the ranks of one."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ranks = []
+    for rank in range(num_ranks):
+        number, size = str(rank), str(num_ranks)
+        environment = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(fork.Process(target=_rank, args=(given, said, pause_s, environment)))
+        ranks[-1].start()
+    return ranks
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
