@@ -21,7 +21,7 @@ from apps.fold.features.structures import read_structure
 from apps.fold.predict import _predict
 from apps.fold.predict import main as predict
 from apps.fold.score import compare, corresponding
-from apps.fold.toy import DEMO_WEIGHTS, HELDOUT, NOTE, STRUCTURES
+from apps.fold.toy import DEMO_WEIGHTS, DIMERS, HELDOUT, NOTE, STRUCTURES
 from apps.fold.training.config import _OWN_MODELS
 from apps.fold.weights.folder import save_folder
 from core.config import run_command
@@ -579,6 +579,40 @@ def test_train_stop_resume_and_fold_with_what_was_learned(tmp_path: Path, capsys
     assert code == 0, err
 
 
+def test_a_complex_is_trained_resumed_folded_and_scored(tmp_path: Path, capsys) -> None:
+    """To the bit, as with chains; what was learned folds complexes, which `fold evaluate` reads."""
+    options = ("--recipe", "debug_complexes", "--data.cache", tmp_path / "cache", "--log.no-tensorboard", "--steps", 3)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, said, err = fold(capsys, "train", *options, "--out", whole)
+    assert code == 0, err
+    assert "2 complexes to learn from" in said
+    for more in (("--stop-after", 2), ("--resume",)):
+        code, _, err = fold(capsys, "train", *options, "--out", parts, *more)
+        assert code == 0, err
+    assert losses(parts) == losses(whole)
+    weights = [(run / "model" / "model.safetensors").read_bytes() for run in (parts, whole)]
+    assert weights[0] == weights[1]
+    assert summary(parts)["validation_lddt_ca"] == summary(whole)["validation_lddt_ca"]
+
+    dimer = DIMERS / "1ubi_dimer.pdb"
+    (tmp_path / "in.fasta").write_text(">d\n" + ":".join(chain.sequence for chain in read_structure(dimer)) + "\n")
+    folded = ("--model", whole / "model", "--out", tmp_path / "folded", "--no-plots")
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *folded)
+    assert code == 0, err
+    predicted = tmp_path / "folded" / "d" / "rank_1.cif"
+    code, said, err = fold(capsys, "evaluate", "--predicted", predicted, "--reference", dimer)
+    assert code == 0, err
+    assert "DockQ" in said
+    for refused, word in ((("--data.decoys", 0.5), "data.decoys"), (("--mesh.tp", 2, "--nproc", 2), "mesh.tp=2")):
+        code, _, err = fold(capsys, "train", *options, "--out", tmp_path / "not", *refused)
+        assert code == 2
+        assert word in err
+    code, _, err = fold(capsys, "train", "--recipe", "debug", "--loss.centres", 2, "--out", tmp_path / "not")
+    assert code == 2
+    assert "--loss.centres" in err
+    assert "is of single chains" in err
+
+
 def test_train_with_templates_and_fold_with_them(tmp_path: Path, capsys) -> None:
     """1A8O for 1A7G, as hhsearch names it; 1EJG has none."""
     folders = {name: tmp_path / name for name in ("structures", "alignments", "mmcifs")}
@@ -619,7 +653,8 @@ def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
     code = run_command(demo, options)
     said = capsys.readouterr()
     assert code == 1
-    assert "fell short" in said.err
+    assert "fell short: lDDT" in said.err
+    assert "fell short: DockQ" in said.err
     first, out = (tmp_path / "runs" / "demo-fold" / name for name in ("tiny", "tiny_confidence"))
     before, after = (load_file(run / "model" / "model.safetensors") for run in (first, out))
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}

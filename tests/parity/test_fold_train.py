@@ -1,4 +1,5 @@
-"""n ranks train the structure predictor as one rank does: every ZeRO level, recycling, ragged rows, dropout.
+"""n ranks train the structure predictor as one rank does: every ZeRO level, recycling, ragged rows, dropout;
+chains, and complexes, whose labels go to the copies that suit the prediction.
 
 In fp64, and the average of the weights, too. The module of a structure layer runs several times in a step. Adam's
 epsilon is large: where all frames are alike the backbone's bias has a gradient of zero, and a small one would turn the
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from apps.fold.loss.total import LossConfig
-from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig
+from apps.fold.model.network import trainable
 from apps.fold.training.batches import BatchConfig, FoldBatches
 from apps.fold.training.config import FoldTrainConfig
 from apps.fold.training.initialise import initialise
@@ -30,7 +31,15 @@ from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.train import TrainState, num_rows, train_step
 from tests.support.covering import covering
-from tests.support.fold import Chains, TemplateChains, dropping, small_model, small_template_model
+from tests.support.fold import (
+    Chains,
+    Complexes,
+    TemplateChains,
+    dropping,
+    small_model,
+    small_multimer,
+    small_template_model,
+)
 from tests.support.training import LR, Piece, held, largest_difference, moved_since, removed
 
 TOLERANCE = 1e-10
@@ -46,9 +55,12 @@ class Case:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     templates: bool = False
     dropout: bool = False
+    complexes: bool = False
 
     @property
     def model(self) -> ModelConfig:
+        if self.complexes:
+            return replace(small_multimer(), num_recycles=1)
         dry = small_template_model() if self.templates else small_model()
         return replace(dropping(dry) if self.dropout else dry, num_recycles=1)
 
@@ -69,12 +81,12 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     axis = data_axis(mesh)
     with torch.device("meta"):
-        network = AlphaFold(model)
+        network = trainable(model)
     parallel = parallelize(network, mesh, config, materialise=lambda m: initialise(m, 0))
     optimizer = build_optimizer(config.optim, parallel.masters)
     average = WeightAverage(parallel.masters, unbiased(0.6))
     state = TrainState(parallel, optimizer, LossScale("fp64"), {}, average)
-    chains = TemplateChains() if case.templates else Chains()
+    chains = Complexes() if case.complexes else TemplateChains() if case.templates else Chains()
     data_config = BatchConfig(global_batch=4, crop=11)
     candidates = (FoldBatches(chains, data_config, model, seed) for seed in range(9))  # pyright: ignore
     batches = next(b for b in candidates if {b.num_iterations(step) for step in range(STEPS)} == {1, 2})
@@ -108,7 +120,9 @@ _REFERENCE: dict[ModelConfig, dict[str, Any]] = {}
 
 def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ()) -> tuple[float, str]:
     if case.model not in _REFERENCE:
-        _REFERENCE[case.model] = ranks(1).run(run, Case(templates=case.templates, dropout=case.dropout))[0]
+        _REFERENCE[case.model] = ranks(1).run(
+            run, Case(templates=case.templates, dropout=case.dropout, complexes=case.complexes)
+        )[0]
     return largest_difference(ranks(num_ranks).run(run, case, without), _REFERENCE[case.model], STEPS)
 
 
@@ -121,6 +135,10 @@ CASES = {
     "2-zero3-recomputed": (2, Case(3, recompute=RecomputeConfig("full"))),
     "4-hybrid": (4, Case(1, mesh=HYBRID)),
     "2-zero3-templates": (2, Case(3, templates=True)),
+    "2-zero3-complexes": (2, Case(3, complexes=True)),
+    "2-zero1-complexes": (2, Case(1, microbatch=1, complexes=True)),
+    "2-zero2-complexes": (2, Case(2, recompute=RecomputeConfig("full"), complexes=True)),
+    "4-zero0-complexes": (4, Case(0, complexes=True)),
     "2-zero0-dropout": (2, Case(0, microbatch=1, dropout=True)),
     "2-zero3-dropout": (2, Case(3, recompute=RecomputeConfig("full"), templates=True, dropout=True)),
 }
@@ -132,13 +150,15 @@ FACTORS = {
         "recomputed": case.recompute.mode,
         "templates": case.templates,
         "dropout": case.dropout,
+        "complexes": case.complexes,
     }
     for name, (_, case) in CASES.items()
 }
 
 
-# One that drops out takes a reference of its own.
-_KEPT = covering(FACTORS, 1, {name: num_ranks + 2 * case.dropout for name, (num_ranks, case) in CASES.items()})
+# One that drops out, or of complexes, takes a reference of its own.
+_COST = {name: num_ranks + 2 * (case.dropout + case.complexes) for name, (num_ranks, case) in CASES.items()}
+_KEPT = covering(FACTORS, 1, _COST)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n not in _KEPT)) for n in CASES])

@@ -9,12 +9,22 @@ from torch import Tensor, nn
 
 from apps.fold.features.alignment import Alignment, single_sequence
 from apps.fold.features.arrays import template_features
+from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry
 from apps.fold.features.templates import Template
 from apps.fold.model import residues
-from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import EvoformerConfig, ModelConfig, PairConfig, StructureConfig, tiny
+from apps.fold.model.config import (
+    EvoformerConfig,
+    ModelConfig,
+    MultimerConfig,
+    PairConfig,
+    StructureConfig,
+    tiny,
+    tiny_multimer,
+)
 from apps.fold.model.features import Features
+from apps.fold.model.network import network
+from apps.fold.training.complexes import ComplexExample, example_of
 from apps.fold.training.dataset import Example
 
 GOLDEN = Path(__file__).parents[1] / "data" / "fold" / "mini_model_1_ptm"
@@ -24,7 +34,7 @@ MULTIMER_GOLDEN = GOLDEN.parent / "mini_multimer_v3"
 def random_parameters(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Values for every parameter, none of them 0: what begins as 0 in training would hide what follows it."""
     with torch.device("meta"):
-        model = AlphaFold(config)
+        model = network(config)
     generator = torch.Generator().manual_seed(seed)
     return {name: _value(name, p, generator) for name, p in model.named_parameters()}
 
@@ -135,6 +145,56 @@ class Chains:
         deletions = generator.integers(0, 3, rows.shape).astype(np.int32)
         rows[0], deletions[0] = query.letters[0], 0
         return Example(entry, Alignment(rows, deletions, ("",) * len(rows)))
+
+
+class Complexes:
+    """Complexes of random chains of 5 to 9 residues: A2, AB, A2B, A3 and one chain alone.
+
+    With alignments, some rows of species, templates, and residues that were not seen.
+    """
+
+    kinds = ("AA", "AB", "ABA", "AAA", "B")
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __getitem__(self, number: int) -> ComplexExample:
+        generator = np.random.default_rng(100 + number)
+        sequences = {letter: generator.integers(0, 20, 5 + number % 3 + 2 * (letter == "B")) for letter in "AB"}
+        inputs = {
+            letter: _chain_input(letters, number if letter == "A" else 1, generator)
+            for letter, letters in sequences.items()
+        }
+        entries = [_random_entry(sequences[letter], generator) for letter in self.kinds[number]]
+        return example_of(f"complex{number}", entries, [inputs[letter] for letter in self.kinds[number]])
+
+
+def _random_entry(letters: np.ndarray, generator: np.random.Generator) -> Entry:
+    length = len(letters)
+    mask = residues.ATOM37_MASK[letters] * (generator.random((length, 1)) < 0.9)
+    positions = generator.normal(0, 6, (length, residues.NUM_ATOM37, 3)) + generator.normal(0, 9, 3)
+    sequence = "".join(residues.RESTYPES[letter] for letter in letters)
+    return Entry("chain", sequence, np.arange(length), positions.astype(np.float32), mask.astype(np.float32), 2.0)
+
+
+def _chain_input(letters: np.ndarray, templates: int, generator: np.random.Generator) -> ChainInput:
+    entry = _random_entry(letters, generator)
+
+    def rows(count: int, name: str) -> Alignment:
+        found = generator.integers(0, 22, (count + 1, len(letters))).astype(np.uint8)
+        deletions = generator.integers(0, 3, found.shape).astype(np.int32)
+        found[0], deletions[0] = single_sequence(entry.sequence).letters[0], 0
+        return Alignment(found, deletions, tuple(name.format(row) for row in range(count + 1)))
+
+    uniprot = rows(3, "tr|A0A14{0}SKV9|A0A14{0}SKV9_S{0}")
+    return ChainInput(entry.sequence, rows(6, ""), uniprot, random_templates(entry, templates, 7))
+
+
+def small_multimer() -> MultimerConfig:
+    """The tiny model of complexes without dropout, at most 2 templates a chain."""
+    model = replace(_dropping(tiny_multimer(), 0.0, 0.0, 0.0), max_msa=6, max_extra_msa=4, max_templates=2)
+    assert isinstance(model, MultimerConfig)
+    return model
 
 
 def random_templates(entry: Entry, count: int, seed: int) -> tuple[Template, ...]:

@@ -183,11 +183,12 @@ def test_the_demo_of_folding_keeps_to_its_out(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fold_demo, "train", train)
     monkeypatch.setattr(fold_demo, "show", lambda *runs: shown.append(runs) or 0)
+    monkeypatch.setattr(fold_demo, "show_dimers", lambda run: shown.append((run,)) or 0)
     assert fold_demo.main(["--out", "x", "--steps", "3"]) == 0
-    first, second = Path("x/tiny"), Path("x/tiny_confidence")
-    assert [out for out, _ in trained] == [first, second]
-    assert trained[1][1] == str(first / "model")
-    assert shown == [(second, first)]
+    first, second, third = (Path("x") / name for name in ("tiny", "tiny_confidence", "tiny_complexes"))
+    assert [out for out, _ in trained] == [first, second, third]
+    assert [model for _, model in trained[1:]] == [str(first / "model"), "demo_multimer"]
+    assert shown == [(second, first), (third,)]
     assert (tmp_path / "runs" / "fold_tiny").exists()
     shutil.rmtree("x/tiny_confidence")
     (Path("x") / "mine").touch()

@@ -3,12 +3,13 @@
 1. `fold train --recipe tiny`: three small proteins; then --recipe tiny_confidence: what it knows, and what not
 2. `fold predict` of these and of a fourth one, with what was learned and with the weights that training began with
 3. lDDT of CA against the experiment, the confidence, and how far the two agree; demo.json and demo.png
+4. `fold train --recipe tiny_complexes`: two small dimers; `fold predict` of them, and DockQ; dimers.json
 
 The toy knows three proteins by heart: their high lDDT says that losses, gradients and the structure module work,
 not that it can fold. What it is asked to show beyond that is that it knows what it does not know.
 
-Both runs lie in runs/demo-fold, or in --out. What an earlier demo left there is replaced; a folder with anything else
-is refused. Options are those of `fold train`, for both runs; or `--run FOLDER`, to show a run of the recipe that is
+All runs lie in runs/demo-fold, or in --out. What an earlier demo left there is replaced; a folder with anything else
+is refused. Options are those of `fold train`, for all runs; or `--run FOLDER`, to show a run of the recipe that is
 there already.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from apps.fold.demo.dimers import show_dimers
 from apps.fold.features.entries import read_entries
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.model import residues
@@ -30,9 +32,11 @@ from apps.fold.predict import main as predict
 from apps.fold.score import compare, corresponding, superpose
 from apps.fold.toy import HELDOUT, STRUCTURES
 from apps.fold.train import main as train
+from apps.fold.training.config import model_config
 from apps.fold.training.initialise import initialise
 from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.folder import load_folder, read_note, save_folder
+from apps.fold.weights.source import is_multimer
 from core.config import UserError, parse, run_command
 from core.run_folder import made_anew
 
@@ -63,16 +67,21 @@ class Shown:
 def main(argv: list[str]) -> int:
     """Exit code 1 when what was learned falls short of what the demo is to show."""
     if argv[:1] == ["--run"] and len(argv) == 2:
-        return show(Path(argv[1]))
+        run = Path(argv[1])
+        return show_dimers(run) if is_multimer(run / "model") else show(run)
     out = parse(RECIPES, ["--recipe", "tiny", "--out", str(OUT), *argv], NAME, default="tiny").out
-    first, second = out / "tiny", out / "tiny_confidence"
-    given = {first: argv, second: [*_without_model(argv), "--model", str(first / "model")]}
-    parse(RECIPES, ["--recipe", second.name, *given[second]], NAME, default="tiny")  # before the first one trains
+    first, second, third = (out / name for name in ("tiny", "tiny_confidence", "tiny_complexes"))
+    own = _without_model(argv)
+    given = {first: argv, second: [*own, "--model", str(first / "model")], third: own}
+    for run in (second, third):  # before the first one trains
+        config = parse(RECIPES, ["--recipe", run.name, *given[run]], NAME, default="tiny")
+        if config.is_preset:
+            model_config(config)
     with made_anew(out):  # the demo shows a run from scratch
         for run, options in given.items():
             if code := train(["--recipe", run.name, *options, "--out", str(run)]):
                 return code
-        return show(second, first)
+        return max(show(second, first), show_dimers(third))
 
 
 def _without_model(argv: list[str]) -> list[str]:

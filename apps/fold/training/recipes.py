@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from apps.fold.loss.total import LossConfig, fine_tuning
-from apps.fold.toy import HELDOUT, NOTE, STRUCTURES
+from apps.fold.toy import DIMERS, HELDOUT, NOTE, STRUCTURES
 from apps.fold.training.config import DataConfig, FoldTrainConfig
 from core.checkpoint import CheckpointConfig
 from core.optim.adamw import AdamWConfig
@@ -101,6 +101,44 @@ def tiny_confidence() -> FoldTrainConfig:
     )
 
 
+def complexes() -> FoldTrainConfig:
+    """AlphaFold-Multimer from random weights: crops of 384 residues, interfaces in half of them."""
+    first = initial_training()
+    return replace(
+        first,
+        model="model_1_multimer_v2",
+        data=replace(first.data, crop=384),
+        loss=LossConfig(experimentally_resolved=0.01, violation=0.03, unclamped=0.0),
+        max_msa=None,
+        max_extra_msa=None,
+        num_recycles=3,
+        out=Path("runs/fold_complexes"),
+    )
+
+
+def tiny_complexes() -> FoldTrainConfig:
+    """A small model of complexes and two small dimers that the package carries, for one core."""
+    first = tiny()
+    return replace(
+        first,
+        model="demo_multimer",
+        data=DataConfig(structures=DIMERS, global_batch=1, crop=64),
+        loss=LossConfig(backbone=1.0, interface=1.0, unclamped=1.0, interface_clamp=None, masked_msa=0.0, plddt=0.02),
+        steps=1000,
+        out=Path("runs/fold_tiny_complexes"),
+    )
+
+
+def debug_complexes() -> FoldTrainConfig:
+    """`debug` of complexes."""
+    return replace(
+        debug(),
+        model="debug_multimer",
+        data=DataConfig(structures=DIMERS, validation=DIMERS, global_batch=2, crop=24),
+        out=Path("runs/fold_debug_complexes"),
+    )
+
+
 def debug() -> FoldTrainConfig:
     """A few steps of the smallest model on the demo's chains; seconds on one core."""
     return FoldTrainConfig(
@@ -121,5 +159,8 @@ RECIPES: dict[str, Callable[[], FoldTrainConfig]] = {
     "finetuning": finetuning,
     "tiny": tiny,
     "tiny_confidence": tiny_confidence,
+    "complexes": complexes,
+    "tiny_complexes": tiny_complexes,
     "debug": debug,
+    "debug_complexes": debug_complexes,
 }
