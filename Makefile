@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Dozens of interpreters import the same modules: the first one keeps what it compiled, where the user's shell forbids it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-fold demo-serve demo-diffusion test all-but-kernels kernels-then-benchmarks check lint interpret kernels parity e2e benchmarks soak gpu gpu-pack
+.PHONY: install demo demo-disk demo-fold demo-serve demo-diffusion test all-but-kernels kernels-then-benchmarks check lint interpret kernels parity e2e benchmarks soak gpu gpu-pack
 
 install: .venv/.installed
 
@@ -78,6 +78,10 @@ gpu-pack: install
 
 demo: install
 	$(BIN)/python -m apps.llm.demo
+
+# A model of ten times the device's budget and three times the host's, on a disk.
+demo-disk: install
+	$(BIN)/python -m apps.llm.demo_disk
 
 demo-fold: install
 	$(BIN)/python -m apps.fold.demo

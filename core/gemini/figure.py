@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from core.files import naming
-from core.gemini.residency import ResidencyPlan
+from core.gemini.residency import ResidencyPlan, host_bytes_of
 from core.gemini.trace import Trace
 
 _COLOURS = {
@@ -19,6 +19,9 @@ _COLOURS = {
     "parameters": "#66a182",
     "masters and optimizer state": "#00798c",
     "gradients": "#edae49",
+    "places for the disk": "#8d96a3",
+    "chunks that live there": "#00798c",
+    "durable copies of others": "#66a182",
 }
 _KINDS = {"forward": "#ffffff", "backward": "#eeeeee", "reduce": "#eeeeee", "update": "#dfe7ef"}
 
@@ -26,7 +29,8 @@ _KINDS = {"forward": "#ffffff", "backward": "#eeeeee", "reduce": "#eeeeee", "upd
 def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.ndarray]]:
     """tier -> kind -> [moment] bytes, as the plan has them."""
     chunks, num_moments = trace.chunks, len(trace.moments)
-    away = [chunk for chunk in chunks if chunk.index not in plan.resident]
+    outside = [chunk for chunk in chunks if chunk.index not in plan.resident]
+    away = [chunk for chunk in outside if chunk.index not in plan.on_disk]
     resident = sum(chunks[c].param_bytes + chunks[c].shard_bytes for c in plan.resident)
     others = np.array([moment.other_bytes for moment in trace.moments])
     gradients = np.zeros(num_moments, dtype=np.int64)
@@ -41,7 +45,9 @@ def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.
             gradients[reduces[0] : update + 1] += chunk.param_bytes
     shards = sum(chunk.shard_bytes for chunk in away)
     passing = sum(chunk.param_bytes for chunk in away if chunk.trainable and chunk.away_bytes is None)
-    return {
+    gradients += sum(chunk.grad_bytes for chunk in outside if chunk.index in plan.on_disk)
+    of_host = plan.host_bytes - host_bytes_of(chunks, plan.resident, plan.on_disk, has_disk=False)
+    tiers = {
         "device": {
             "resident chunks": np.full(num_moments, resident),
             "buffers that come and go": np.array(plan.device_bytes) - resident - others,
@@ -53,6 +59,14 @@ def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.
             "gradients": gradients,
         },
     }
+    if plan.disk_bytes:
+        tiers["host"]["places for the disk"] = np.full(num_moments, of_host)
+        there = 2 * sum(chunks[c].slot_bytes for c in plan.on_disk)
+        tiers["disk"] = {
+            "chunks that live there": np.full(num_moments, there),
+            "durable copies of others": np.full(num_moments, plan.disk_bytes - there),
+        }
+    return tiers
 
 
 def draw_memory(
@@ -73,19 +87,20 @@ def draw_memory(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    measured = {"device": measured_device_bytes, "host": measured_host_bytes}
+    measured = {"device": measured_device_bytes, "host": measured_host_bytes, "disk": None}
     for tier, found in measured.items():
         if found is not None and len(found) != len(trace.moments):
             raise ValueError(f"{len(found)} moments of the {tier} were measured, and {len(trace.moments)} traced")
     planned = planned_memory(trace, plan)
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, panels = plt.subplots(2, 1, figsize=(9, 6), sharex=True, layout="constrained")
+        size = (9, 3 * len(planned))
+        figure, panels = plt.subplots(len(planned), 1, figsize=size, sharex=True, layout="constrained")
         for axes, tier in zip(panels, planned, strict=True):
             _draw_tier(axes, trace, tier, planned[tier], measured[tier])
         panels[0].axhline(plan.budget_bytes / 2**30, color="#d1495b", linewidth=1.2, label="budget")
         for axes in panels:
             axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        panels[1].set_xlabel("moments of a step: forward, backward (grey), update (blue)")
+        panels[-1].set_xlabel("moments of a step: forward, backward (grey), update (blue)")
         figure.suptitle(plan.describe().replace("; ", "\n"), fontsize=8)
         Path(png).parent.mkdir(parents=True, exist_ok=True)
         with naming(Path(png)):

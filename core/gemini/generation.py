@@ -121,6 +121,7 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self._stack = ExitStack()
+        self._current: str | None = None  # the file of this process
         try:
             path.mkdir(parents=True, exist_ok=True)
             _require_drive(path)
@@ -178,12 +179,16 @@ class Folder:
             self._remove_unnamed()
 
     def _remove_unnamed(self) -> None:
-        named = {generation.file for generation in self.found.values()} | {getattr(self, "_current", None)}
+        named = {generation.file for generation in self.found.values()} | {self._current}
         for path in self.path.glob("chunks-*.bin"):
             if path.name not in named:
                 path.unlink()
 
     def close(self) -> None:
+        """Remove what no record names, and let other processes have the folder."""
+        if self._current is not None:
+            self._current = None
+            self._remove_unnamed()
         self._stack.close()
 
 

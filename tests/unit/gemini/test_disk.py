@@ -18,6 +18,7 @@ from core.config import UserError
 from core.files import Damaged
 from core.gemini.config import GeminiConfig
 from core.gemini.direct import ALIGNMENT, CHECKED_BYTES, DirectFile, mapped_temporary
+from core.gemini.figure import draw_memory, planned_memory
 from core.gemini.generation import Folder
 from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import host_bytes_of, to_disk
@@ -326,3 +327,13 @@ def test_folders_that_are_refused(opened, tmp_path: Path) -> None:
 def test_options_that_are_refused(options: dict, match: str) -> None:
     with pytest.raises(UserError, match=match):
         GeminiConfig(**options)
+
+
+def test_the_figure_has_a_panel_for_the_disk(opened, tmp_path: Path) -> None:
+    planned = gemini_of(opened()[0].parallel).planned
+    assert planned is not None
+    tiers = planned_memory(planned.trace, planned.plan)
+    assert list(tiers) == ["device", "host", "disk"]
+    assert sum(kind[0] for kind in tiers["disk"].values()) == planned.plan.disk_bytes
+    assert sum(kind[0] for kind in tiers["host"].values()) == planned.plan.host_bytes
+    assert draw_memory(tmp_path / "memory.png", planned.trace, planned.plan).stat().st_size > 10_000
