@@ -337,3 +337,21 @@ def test_the_figure_has_a_panel_for_the_disk(opened, tmp_path: Path) -> None:
     assert sum(kind[0] for kind in tiers["disk"].values()) == planned.plan.disk_bytes
     assert sum(kind[0] for kind in tiers["host"].values()) == planned.plan.host_bytes
     assert draw_memory(tmp_path / "memory.png", planned.trace, planned.plan).stat().st_size > 10_000
+
+
+def test_nothing_old_is_read_ahead(opened) -> None:
+    """While chunks are updated others are fetched for the next step; what comes behind those is old still."""
+    state, config = opened()
+    go_on(state, config, steps=1)
+    disk = gemini_of(state.parallel).disk
+    assert disk is not None
+    first, second = disk.order[:2]
+    second.is_filled = False
+
+    with disk.updating(), disk.values(first):
+        pass
+    assert not disk._ahead
+    with disk.values(first):
+        pass
+    assert list(disk._ahead) == [second]
+    disk.forget_ahead()
