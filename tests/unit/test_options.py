@@ -58,7 +58,15 @@ def spelled(config):
     return {option(name, config).removeprefix("--"): hint_of(config, name) for name in option_names(config)}
 
 
-WITHOUT_MODEL = {"llm pretrain", "llm tokenize", "llm scaling", "fold msa", "fold evaluate", "fold doctor"}
+WITHOUT_MODEL = {
+    "llm pretrain",
+    "llm tokenize",
+    "llm scaling",
+    "fold msa",
+    "fold relax",
+    "fold evaluate",
+    "fold doctor",
+}
 """They make a model, or take none; of the first --model.… says its shape."""
 OTHER_NAMES = {"source", "weights", "checkpoint", "run", "model-path", "model-dir", "ckpt"}
 OTHER_RANKS = {"ranks", "world-size", "gpus", "devices", "num-gpus", "processes", "nproc-per-node"}
