@@ -59,8 +59,13 @@ def spelled(config):
 
 
 WITHOUT_MODEL = {
-    *("llm pretrain", "llm tokenize", "llm scaling"),
-    *("fold msa", "fold evaluate", "fold doctor", "fold relax"),
+    "llm pretrain",
+    "llm tokenize",
+    "llm scaling",
+    "fold msa",
+    "fold relax",
+    "fold evaluate",
+    "fold doctor",
 }
 """They make a model, or take none; of the first --model.… says its shape."""
 OTHER_NAMES = {"source", "weights", "checkpoint", "run", "model-path", "model-dir", "ckpt"}
