@@ -1,0 +1,64 @@
+"""The options of elastic training: addresses, and what does not go with replicas that come and go."""
+
+import os
+from typing import Any
+
+import pytest
+
+from apps.diffusion.config import DiffusionConfig
+from core.config import UserError
+from core.members import parse_address
+from core.parallel.compress import CommConfig
+from core.parallel.local import LocalTrainingConfig
+from core.train import TrainConfig
+from core.train.config import ElasticConfig
+from core.watch import exists
+
+STORE = ElasticConfig("localhost:29400")
+
+
+def test_an_address_is_a_host_and_a_port() -> None:
+    assert parse_address("node7:29400") == ("node7", 29400)
+    assert parse_address("[::1]:29400") == ("::1", 29400)
+    for wrong in ("node7", ":29400", "node7:", "node7:x", "node7:0", "node7:65536"):
+        with pytest.raises(UserError, match="give HOST:PORT"):
+            parse_address(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"local": LocalTrainingConfig(every=4)}, "with local.every=4: its workers"),
+        ({"comm": CommConfig(compress="powersgd")}, "with comm.compress=powersgd"),
+        ({"noise_scale": True}, "with noise_scale"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match="elastic.store=localhost:29400 " + words):
+        TrainConfig(elastic=STORE, **options)
+
+
+def test_commands_whose_data_one_launch_prepares_refuse_it() -> None:
+    with pytest.raises(UserError, match=r"with this command: .*; use megalith llm"):
+        DiffusionConfig(elastic=STORE)
+
+
+@pytest.mark.parametrize(("given", "words"), [({"min": 0}, "elastic.min=0"), ({"lost_after": 0.1}, "lost_after=0.1")])
+def test_numbers_are_checked(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        ElasticConfig("localhost:29400", **given)
+
+
+def test_without_a_store_the_rest_is_not_read() -> None:
+    assert set(ElasticConfig().unread()) == {"min", "lost_after"}
+    assert not STORE.unread()
+
+
+def test_a_process_that_has_ended_and_that_nobody_has_asked_is_gone() -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    while exists(child):
+        pass
+    os.waitpid(child, 0)
+    assert exists(os.getpid())
