@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from apps.fold.demo.dimers import show_dimers
+from apps.fold.demo.interfaces import show_dimers
 from apps.fold.features.entries import read_entries
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.model import residues

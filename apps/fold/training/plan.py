@@ -180,7 +180,8 @@ def _loss(config: FoldTrainPlanConfig, model: ModelConfig, rows: int, iterations
     shapes = {name: (rows, *cropped_shape(name, tensor.shape, config.data.crop)) for name, tensor in row.items()}
     formats = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in row.items()}
     types = generator.integers(20, size=shapes["aatype"])
-    seen = {"aatype": torch.from_numpy(types), "atom_mask": torch.from_numpy(residues.ATOM37_MASK[types] > 0)}
+    known = torch.from_numpy(residues.ATOM37_MASK[types] > 0).view(shapes["atom_mask"])
+    seen = {"aatype": torch.from_numpy(types), "atom_mask": known}
     seen |= {name: torch.ones(shapes[name], dtype=torch.int64) for name in _IDS if name in row}
     objective = Objective(config.loss, config.learns)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from apps.fold.features.entries import _listed_operations, read_entries
+from apps.fold.features.entries import _listed_operations, _operations, read_entries
 from apps.fold.loss.total import LossConfig
 from apps.fold.model import residues
 from apps.fold.model.network import trainable
@@ -46,6 +46,20 @@ def test_an_assembly_has_the_copies_that_symmetry_makes() -> None:
 
 def test_operations_are_listed_as_the_archive_does() -> None:
     assert _listed_operations("1,3-5,P") == ["1", "3", "4", "5", "P"]
+    turns = {"1": np.eye(3), "2": np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1.0]])}  # 2: a quarter turn, and a shift
+    content = {"_pdbx_struct_oper_list.id": [*turns]}
+    for i in range(3):
+        content[f"_pdbx_struct_oper_list.vector[{i + 1}]"] = ["0", str(i + 1)]
+        for j in range(3):
+            content[f"_pdbx_struct_oper_list.matrix[{i + 1}][{j + 1}]"] = [str(turn[i, j]) for turn in turns.values()]
+    x = np.array([5.0, 7, 9])
+
+    def moved(expression: str) -> list[list[float]]:
+        return [(turn @ x + shift).tolist() for turn, shift in _operations(expression, content)]
+
+    once = [-6.0, 7, 12]
+    assert moved("1,2") == moved("(1-2)") == [x.tolist(), once]
+    assert moved("(2)(1,2)") == [once, [-6.0, -4, 15]]
 
 
 def test_the_toys_dimers_are_parts_of_what_the_package_carries() -> None:
