@@ -64,7 +64,7 @@ def test_operations_are_listed_as_the_archive_does() -> None:
 
 def test_the_toys_dimers_are_parts_of_what_the_package_carries() -> None:
     pairs = {
-        "1a8o_dimer": [(one, slice(21, 45)) for one in read_entries(STRUCTURES / "1a8o.cif", assembly=True)],
+        "1a8o_dimer": [*zip(read_entries(STRUCTURES / "1a8o.cif", assembly=True), (slice(21, 45), slice(24, 45)))],
         "1ubi_dimer": [(read_entries(STRUCTURES / "1ubi.pdb")[0], slice(*at)) for at in ((2, 22), (51, 71))],
     }
     for name, parts in pairs.items():
@@ -85,13 +85,13 @@ def test_a_files_chains_are_one_example(tmp_path: Path) -> None:
     for chain, rows in (("A", (first, one)), ("B", (second, other))):
         name = "tr|A0A146SKV9|A0A146SKV9_FUNHE"
         (alignments / f"1ubi_dimer_{chain}.uniprot.a3m").write_text(f">q\n{rows[0]}\n>{name}\n{rows[1]}\n")
-    dataset = read(DIMERS, tmp_path / "cache", alignments)
-    homo, hetero = dataset[0], dataset[1]
+    homo = read(STRUCTURES / "1a8o.cif", tmp_path / "cache")[0]
+    hetero = read(DIMERS, tmp_path / "cache", alignments)[1]
     assert isinstance(homo, ComplexExample)
     assert isinstance(hetero, ComplexExample)
-    assert homo.complex.asym_id.tolist() == [1] * 24 + [2] * 24
-    assert homo.complex.entity_id.tolist() == [1] * 48
-    assert homo.complex.sym_id.tolist() == [1] * 24 + [2] * 24
+    assert homo.complex.asym_id.tolist() == [1] * 70 + [2] * 70
+    assert homo.complex.entity_id.tolist() == [1] * 140
+    assert homo.complex.sym_id.tolist() == [1] * 70 + [2] * 70
     assert (hetero.complex.asym_id == hetero.complex.entity_id).all()
     letters = ["".join((*residues.RESTYPES, "X", "-")[letter] for letter in row) for row in hetero.complex.msa]
     assert letters == [first + second, one + other, "W" * len(first) + "-" * len(second)]
@@ -113,7 +113,7 @@ def test_what_cannot_be_used_is_left_out_with_a_line(tmp_path: Path) -> None:
     alignments.mkdir()
     (alignments / "1ubi_dimer_B.a3m").write_text(">q\nWWWW\n")
     dataset = read(DIMERS, tmp_path / "cache", alignments)
-    assert [chain.num_residues for chain in dataset.chains] == [48, 20]
+    assert [chain.num_residues for chain in dataset.chains] == [45, 20]
     assert "1ubi_dimer.pdb, chain B" in dataset.refused[0]
 
 
