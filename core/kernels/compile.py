@@ -96,8 +96,7 @@ def _compiling(chip: str, compiled: list[Any]) -> Iterator[None]:
     driver = triton.runtime.driver
     before = driver._active  # its own reset would look for a GPU
     driver.set_active(_NamesAChip(TARGETS[chip]))  # pyright: ignore[reportArgumentType]  as much as is asked for
-    for spec in specs().values():  # binaries of another chip are cached by device number
-        _forget_binaries(spec)
+    _forget_binaries()  # those of another chip are cached by device number
     try:
         with patch.object(JITFunction, "run", compile_only), compiling_for(chip), forced(compiling=True):
             yield
@@ -105,11 +104,12 @@ def _compiling(chip: str, compiled: list[Any]) -> Iterator[None]:
         driver._active = before
 
 
-def _forget_binaries(spec: KernelSpec) -> None:
-    module = sys.modules[spec.function.__module__]
-    for value in vars(module).values():
-        if isinstance(value, JITFunction):
-            value.device_caches.clear()
+def _forget_binaries() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("core.kernels."):
+            for value in vars(module).values():
+                if isinstance(value, JITFunction):
+                    value.device_caches.clear()
 
 
 def compile_spec(spec: KernelSpec, chip: str, quick: bool = False) -> Iterator[Binary]:
