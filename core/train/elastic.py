@@ -271,9 +271,14 @@ class _Run:
 
     def _save_alone(self) -> None:
         """Save where there are too few replicas; of those that are there the first one does."""
-        if self.members.remains_first and self.saved != self.step and self.step > 0:
-            self._save()
-            self.checkpointer.wait()
+        if not self.members.remains_first or self.saved == self.step or self.step == 0:
+            return
+        with ExitStack() as stack:
+            if self.runtime.leads:  # one that led and is slow, not dead, may be saving this very step
+                stack.enter_context(self._held(waits=True))
+            if agreed(self.checkpointer.latest()) != self.step:
+                self._save()
+                self.checkpointer.wait()
 
     def _save(self) -> None:
         self.state.save(self.checkpointer, self.step)
@@ -345,7 +350,8 @@ class _Run:
         """Write what one replica writes, for as long as this one leads."""
         with ExitStack() as stack:
             if self.runtime.leads:
-                stack.enter_context(self._held())
+                first = self.members.generation is None or self.members.generation.number == 1
+                stack.enter_context(self._held(waits=not first))
                 write_config(self.config)
             fresh = self.step == 0 and self.first is None and generation.number == 1
             rows = stack.enter_context(run_log(self.config, self.runtime, None if fresh else self.step))
@@ -357,8 +363,11 @@ class _Run:
             yield log
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """The folder's lock; one that led and is stopped, not dead, may have it still, and will not write."""
+    def _held(self, waits: bool) -> Iterator[None]:
+        """The folder's lock; one that led and is stopped, not dead, may have it still, and will not write.
+
+        waits  for whoever has it; otherwise that is another run's
+        """
         with ExitStack() as stack:
             end = time.monotonic() + 2 * self.config.elastic.lost_after
             while True:
@@ -366,7 +375,7 @@ class _Run:
                     stack.enter_context(hold(self.config.out))
                     break
                 except UserError as error:
-                    if self.members.generation is None or self.members.generation.number == 1:
+                    if not waits:
                         raise
                     if time.monotonic() > end:
                         self._tell(f"warning: {error}; this replica leads and writes there all the same")

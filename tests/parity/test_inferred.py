@@ -539,7 +539,7 @@ def test_experts_in_stages_and_recomputed_equal_one_rank(ranks, steps: int) -> N
 
 def trained_of_other_experts(name: str, **options: Any) -> dict[str, Any]:
     """With shares of the experts that are shifted by one."""
-    shifted = lambda inner, x, rows_E, held, axis: exchanged(inner, x, rows_E.roll(1), held, axis)  # noqa: E731
+    shifted = lambda inner, x, rows_E, *how: exchanged(inner, x, rows_E.roll(1), *how)  # noqa: E731
     with patch.object(experts, "exchanged", shifted):
         return trained(name, 1, 0, **options)
 

@@ -109,7 +109,7 @@ MUTATIONS = [
     mutation(
         "the generators' state is not restored",
         "core/train/state.py",
-        "            set_rng_state(random)",
+        "            set_rng_state(dict(random))",
         "            pass",
         f"{RESUME}::test_a_model_draws_on_from_where_it_was",
     ),
@@ -159,8 +159,8 @@ MUTATIONS = [
     mutation(
         "ranks drop the same elements of different rows",
         "core/train/loop.py",
-        "data_axis(parallel.whole_mesh).get_local_rank() * sum(sizes) + before for before",
-        "before for before",
+        "[first + before for before",
+        "[before for before",
         f"{DROPOUT}[replicas]",
     ),
     mutation(
