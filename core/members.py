@@ -212,6 +212,7 @@ class Members:
         self.id = -1
         self.generation: Generation | None = None
         self._holds = False
+        self._settled = 0  # number of the last generation all of whose members had the run's state
         self.prefix = ""
         self._label: str | None = None
         self._left = threading.Event()
@@ -380,7 +381,7 @@ class Members:
                 return None
             number = 1 if latest is None else latest.number + 1
             return Generation(number, tuple(there[:most]), (), 0, len(known))
-        holders = own.members if self._holds else own.holders
+        holders = own.members if self._settled == own.number else own.holders
         kept = [m for m in own.members if m in there and m in holders]
         others = [m for m in there if m not in kept]
         return Generation(own.number + 1, tuple((kept + others)[:most]), tuple(kept), step, len(known))
@@ -474,7 +475,7 @@ class Members:
         word = self._store.get(verdict).decode()
         if word not in ("commit", "regroup"):
             raise Aborted
-        self._holds = True
+        self._holds, self._settled = True, self.generation.number
         self._lost.update(self.leavers() - {self.id} if word == "regroup" else ())
         return "commit" if word == "commit" else "regroup"
 

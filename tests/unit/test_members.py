@@ -1,18 +1,21 @@
 """The options of elastic training: addresses, and what does not go with replicas that come and go."""
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from apps.diffusion.config import DiffusionConfig
 from core.config import UserError
-from core.members import parse_address
+from core.members import Members, parse_address
 from core.parallel.compress import CommConfig
 from core.parallel.local import LocalTrainingConfig
 from core.train import TrainConfig
 from core.train.config import ElasticConfig
 from core.watch import exists
+from tests.support.elastic import store
 
 STORE = ElasticConfig("localhost:29400")
 
@@ -62,3 +65,34 @@ def test_a_process_that_has_ended_and_that_nobody_has_asked_is_gone() -> None:
         pass
     os.waitpid(child, 0)
     assert exists(os.getpid())
+
+
+def test_a_replica_that_joins_has_no_state_before_its_generation_has_begun() -> None:
+    """The one that would give it the state leaves meanwhile: the next generation has to give it."""
+    kept = store()
+    first, second, third = (Members(f"localhost:{kept.port}", 0, 1, least=2, lost_after=30.0) for _ in range(3))
+
+    def together(do: Callable[[Members], Any], *members: Members) -> list[Any]:
+        with ThreadPoolExecutor(len(members)) as threads:
+            return list(threads.map(do, members))
+
+    def set_up(members: Members) -> None:
+        with members.working("setup", times=False):
+            members.arrive()
+            members.vote()
+
+    record = {"out": "/run", "version": "1", "ranks": 1, "options": {}}
+    together(lambda members: members.join(record), first)
+    together(lambda members: members.join(record), second)
+    assert together(lambda members: members.regroup(0, 9).members, first, second) == [(0, 1)] * 2
+    together(set_up, first, second)
+    together(lambda members: members.join(record), third)
+    first.least = second.least = 3
+    found = together(lambda members: members.regroup(1, 9), first, second, third)
+    assert [(one.members, one.holders) for one in found] == [((0, 1, 2), (0, 1))] * 3
+    first.leave()
+    second.least = 2
+    found = together(lambda members: members.regroup(1, 9), second, third)
+    assert [(one.members, one.holders) for one in found] == [((1, 2), (1,))] * 2
+    for members in (second, third):
+        members.leave()
