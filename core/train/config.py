@@ -257,6 +257,8 @@ class TrainConfig(ParallelConfig):
              "no --local.every"),
             (self.comm.compress is not None, f"comm.compress={self.comm.compress}",
              "what was not sent yet is lost with a replica", "no --comm.compress"),
+            (self.comm.gradients is not None, f"comm.gradients={self.comm.gradients}",
+             "gradients are rounded within a replica, and fewer replicas would round others", "no --comm.gradients"),
             (self.gemini.budget is not None, f"gemini.budget={self.gemini.budget}",
              "masters lie on two sides, and a joining replica would have to place them alike", "no budget"),
             (self.noise_scale, "noise_scale", "no rank has the gradient of the whole batch", "no --noise-scale"),

@@ -436,7 +436,7 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig, a
     Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
     """
     latest = agreed(checkpointer.latest())  # file systems need not show all ranks the same at once
-    on_disk = _durable_step(state, config, again)
+    on_disk = _durable_step(state, config)
     if config.resume is None and not again:
         if latest is not None:
             raise UserError(
@@ -455,7 +455,7 @@ def run_of(config: TrainConfig) -> str:
     return str(config.out.resolve())
 
 
-def _durable_step(state: TrainState, config: TrainConfig, again: bool) -> int | None:
+def _durable_step(state: TrainState, config: TrainConfig) -> int | None:
     """The last step of this run on its disk.  Raises UserError where that has steps of others, or of no resumed run."""
     durable = state.parallel.durable
     found = None if durable is None else durable.latest()
@@ -466,7 +466,7 @@ def _durable_step(state: TrainState, config: TrainConfig, again: bool) -> int | 
         raise UserError(
             f"gemini.disk={durable.folder} holds step {step} of {run}; continue that run, or give another folder"
         )
-    if config.resume is None and not again:
+    if config.resume is None:
         raise UserError(
             f"gemini.disk={durable.folder} already holds step {step} of this run; add --resume to continue it, or "
             "remove the folder"

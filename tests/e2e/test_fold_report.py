@@ -2,23 +2,20 @@
 
 import json
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import sync_playwright
 
 from apps.fold.output.confidence import Folded
 from apps.fold.output.files import write_mmcif
 from apps.fold.output.report import AlignmentPicture, add_relaxed, write_report
+from tests.support.browser import browser_with, require_browser
 from tests.support.clashes import chain
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("no Chromium on this machine; apt-get install chromium, as .ci/run does", allow_module_level=True)
-FLAGS = ["--no-sandbox", "--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
+require_browser()
+FLAGS = ["--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 NAME = "</script><b>dimer</b>"
 
 
@@ -53,8 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_report_shows_the_prediction_without_a_network(report: Path) -> None:
     asked, errors = [], []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with browser_with(*FLAGS) as browser:
         page = browser.new_page(viewport={"width": 900, "height": 900})
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))

@@ -2,24 +2,21 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.support.browser import browser_with, require_browser
 from tests.support.http_server import ENGINE, HANGS_S, Running, served, small_model
 from tests.unit.serve.test_http import open_stream
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("no Chromium on this machine; apt-get install chromium, as .ci/run does", allow_module_level=True)
-sync_api = pytest.importorskip("playwright.sync_api")
+sync_api = require_browser()
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--process-per-site",
 ]  # fmt: skip
 
@@ -41,8 +38,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with browser_with(*FLAGS) as found:
+        yield found
 
 
 def opened(context: Any, running: Running) -> Any:

@@ -33,6 +33,7 @@ def test_an_address_is_a_host_and_a_port() -> None:
     [
         ({"local": LocalTrainingConfig(every=4)}, "with local.every=4: its workers"),
         ({"comm": CommConfig(compress="powersgd")}, "with comm.compress=powersgd"),
+        ({"comm": CommConfig(gradients="int4"), "zero": 3}, "with comm.gradients=int4"),
         ({"noise_scale": True}, "with noise_scale"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.kernels.torch_attention import in_one_format
+from core.kernels.torch_attention import in_one_format, torch_attention
 from core.models import Decoder, DecoderConfig
 from core.models.generate import cached
 from core.nn.attention import StepContext
@@ -104,6 +104,20 @@ def test_a_bias_narrower_than_its_queries_is_our_fault() -> None:
         q, bias = torch.empty(1, 1, 2, 4, device="cuda"), torch.empty(1, 1, 2, 2, device="cuda", dtype=torch.bfloat16)
         with pytest.raises(AssertionError, match="narrower"):
             in_one_format(q, q, q, bias)
+
+
+def test_a_bias_wider_than_its_queries_is_added_in_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, formats = F.scaled_dot_product_attention, set[torch.dtype]()
+
+    def spy(*tensors: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        formats.update(x.dtype for x in (*tensors, attn_mask))
+        return attend(*tensors, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    with fake_gpu():
+        q, bias = torch.empty(1, 1, 2, 4, device="cuda", dtype=torch.bfloat16), torch.empty(1, 1, 2, 2, device="cuda")
+        assert torch_attention(q, q, q, bias).dtype == torch.bfloat16
+    assert formats == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
