@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from apps.fold.axial import read_shards, shard_evoformer
-from apps.fold.features.complexes import assemble
-from apps.fold.features.sampling import draw_rows, features_of_complex
 from apps.fold.model.config import MultimerConfig, tiny_multimer
 from apps.fold.model.features import Features
 from apps.fold.model.folding import Folding
@@ -28,7 +26,7 @@ from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import shard_of
 from core.trace.account import MemoryAccount
 from tests.support.fold import random_parameters
-from tests.support.original_multimer import given
+from tests.support.original_multimer import features_of
 from tests.support.training import removed
 
 TOLERANCE = 1e-10
@@ -49,9 +47,7 @@ def _model(config: MultimerConfig, dtype: torch.dtype = torch.float64) -> Multim
 
 
 def _features(config: MultimerConfig, dtype: torch.dtype = torch.float64) -> Features:
-    found = given()
-    one = assemble([found[name] for name in CHAINS], 2).complex
-    return features_of_complex(one, draw_rows(one, config, np.random.default_rng(0)), config).to("cpu", dtype)
+    return features_of(CHAINS, config).to("cpu", dtype)
 
 
 def _chains(features: Features) -> torch.Tensor:

@@ -16,15 +16,19 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from apps.fold.features.complexes import ChainInput
+from apps.fold.features.complexes import ChainInput, assemble
+from apps.fold.features.sampling import draw_rows, features_of_complex
 from apps.fold.features.sequences import residue_types
 from apps.fold.features.templates import Template
 from apps.fold.model import residues
+from apps.fold.model.config import MultimerConfig
+from apps.fold.model.features import Features
 from tests.support.original_complex import chain_features, chains
 
 SEED = 1
@@ -33,6 +37,7 @@ KEPT = ("msa", "deletion_matrix", "msa_mask", "bert_mask", "cluster_bias_mask", 
         "entity_id", "sym_id", "seq_mask", "template_aatype", "template_all_atom_mask",
         "template_all_atom_positions")  # fmt: skip
 _ROWS, _EXTRA, _LAYERS, _BINS = 5, 6, 2, 12
+_STACKS = ("evoformer_iteration", "extra_msa_stack", "template_embedding_iteration")
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,13 @@ def given() -> dict[str, ChainInput]:
         name: replace(chain, templates=tuple(_template(chain.sequence, generator) for _ in range(number)))
         for number, (name, chain) in enumerate(chains(SEQUENCES).items(), start=1)
     }
+
+
+def features_of(names: str, config: MultimerConfig) -> Features:
+    """Features of the chains by these names, rows drawn from a seed, with two templates a chain."""
+    found = given()
+    one = assemble([found[name] for name in names], 2).complex
+    return features_of_complex(one, draw_rows(one, config, np.random.default_rng(0)), config)
 
 
 def _template(sequence: str, generator: np.random.Generator) -> Template:
@@ -116,22 +128,26 @@ def small(preset: str, recycles: int) -> Any:
     return config
 
 
-def coarse(parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
-    """As the original begins, with noise where it begins with constants, on grids of half a deviation."""
+def drawn(shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
+    """Values for all parameters, none of them as training begins, on grids of half a deviation."""
     generator = np.random.default_rng(SEED)
     found: dict[str, dict[str, np.ndarray]] = {}
-    for scope in sorted(parameters):
+    for scope in sorted(shapes):
         found[scope] = {}
-        for leaf in sorted(parameters[scope]):
-            array = np.asarray(parameters[scope][leaf])
-            spread = float(array.std())
-            noise = np.round(generator.normal(size=array.shape) * 2) / 2
-            if spread > 1e-6:
-                value = noise * 2.0 ** np.round(np.log2(spread))
-            else:
-                value = array + noise / 8
+        for leaf in sorted(shapes[scope]):
+            shape = shapes[scope][leaf].shape
+            noise = np.round(generator.normal(size=shape) * 2) / 2
+            value = noise / 8 + (leaf == "scale")
+            if leaf.endswith(("weights", "_w")) and len(shape) > 1:
+                value = noise * 2.0 ** np.round(np.log2(_fan_in(scope, leaf, shape)) / -2)
             found[scope][leaf] = value.astype(np.float32)
     return found
+
+
+def _fan_in(scope: str, leaf: str, shape: tuple[int, ...]) -> int:
+    """How many numbers a sum of the map is over; blocks of a stack lie in one array."""
+    one = shape[1:] if any(stack in scope for stack in _STACKS) else shape
+    return max(1, prod(one[:-1]) if leaf == "output_w" else one[0])
 
 
 def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -146,9 +162,10 @@ def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
 
     transformed, shape = hk.transform(forward), (len(batch["aatype"]), 37)
     nothing = {"all_atom_positions": np.zeros((*shape, 3), np.float32), "all_atom_mask": np.zeros(shape, np.float32)}
-    parameters = coarse(jax.jit(transformed.init)(jax.random.PRNGKey(0), batch | nothing))  # which is not looked at
+    key, features = jax.random.PRNGKey(SEED), batch | nothing  # which is not looked at
+    parameters = drawn(jax.eval_shape(transformed.init, key, features))
     with jax.disable_jit():
-        result = transformed.apply(parameters, jax.random.PRNGKey(SEED), batch | nothing)
+        result = transformed.apply(parameters, key, features)
     out = {f"representations/{name}": result["representations"][name] for name in
            ("single", "pair", "msa", "msa_first_row", "structure_module")}  # fmt: skip
     structure = result["structure_module"]
