@@ -134,8 +134,13 @@ def _bias(pair_bias: Callable[[Tensor], Tensor], how: How | None, z: Tensor) -> 
 
 def _block(block: EvoformerBlock, whole: Callable[..., Any], axis: DeviceMesh, m: Tensor, z: Tensor, *masks: Tensor):
     """m goes back to shards of sequences while the pairs are worked on."""
-    _, z = whole(m, z, *masks)
-    returning: Switch = block.outer_product_mean.__dict__.pop("returning")
+    try:
+        _, z = whole(m, z, *masks)
+    finally:  # a checkpoint that has computed again what it needs leaves the block before its end
+        returning: Switch | None = block.outer_product_mean.__dict__.pop("returning", None)
+        if returning is not None:
+            returning.wait()
+    assert returning is not None
     return returning.finish(), z
 
 
