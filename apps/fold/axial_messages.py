@@ -59,10 +59,12 @@ def _blocks(site: Site) -> Iterator[tuple[int, int]]:
     model = _config(site)
     stacks = [(model.extra, model.extra_dim, model.max_extra_msa), (model.evoformer, model.msa_dim, _shown(site))]
     for config, dim, rows in stacks:
-        yield tuple(config.num_blocks * n for n in _stack(site, config, dim, rows))
+        gathered, exchanged = _stack(site, config, dim, rows)
+        yield config.num_blocks * gathered, config.num_blocks * exchanged
     if (templates := model.templates) is not None:
         many = templates.num_blocks * model.max_templates
-        yield tuple(many * n for n in _pair_stack(site, templates.pair, templates.dim))
+        gathered, exchanged = _pair_stack(site, templates.pair, templates.dim)
+        yield many * gathered, many * exchanged
 
 
 def _gathered(site: Site) -> int:

@@ -415,7 +415,7 @@ def _sent(size: int, config: ModelConfig, residues: int) -> tuple[dict, dict]:
     with count_volume(mesh) as volume:
         found = model([features])
         logits = [x for x in vars(found.logits).values() if x is not None]
-        sum((x**2).sum() for x in (found.positions_BN373, *logits)).backward()
+        torch.stack([(x**2).sum() for x in (found.positions_BN373, *logits)]).sum().backward()
     return {key: n for key, n in volume.bytes.items() if n}, dict(expected)
 
 

@@ -25,6 +25,7 @@ from apps.fold.features.alignment import Alignment
 from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry
 from apps.fold.features.msa import draw
+from apps.fold.loss.violation import atom_tables
 from apps.fold.model import residues
 from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.model.network import trainable
@@ -41,6 +42,7 @@ from core.estimate.residency import estimate_budget
 from core.mesh import MeshConfig
 from core.optim.build import without_size
 from core.precision import compute_dtype
+from core.trace.machine import Speed
 
 _IDS = ("asym", "entity", "sym", "copies")
 _DRAWN = 8  # residues for which features are made, to see their shapes
@@ -120,13 +122,9 @@ def show(config: FoldTrainPlanConfig, typed: set[str], console: Console) -> None
 
 
 def _show_step(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, console: Console) -> None:
-    sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
-
     @cache
     def step(iterations: int) -> StepEstimate:
-        loss = _loss(config, model, max(sizes), iterations)
-        made = _network(config, model), loss, mesh, config, config.speed, plan_of(config)
-        return estimate_step(*made, optimizer=config.optim, num_microbatches=len(sizes))
+        return step_of(config, mesh, model, config.speed, iterations)
 
     most = min(2, model.num_recycles + 1)
     found, machine = step(most), config.machine
@@ -149,6 +147,15 @@ def _show_step(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig
     advice = "try --recompute.mode full, --microbatch 1, --zero 3 with more ranks, or --gemini.budget"
     if (line := config.fits(found.peak_bytes + average, advice)) is not None:
         console.print(line)
+
+
+def step_of(
+    config: FoldTrainConfig, mesh: MeshConfig, model: ModelConfig, speed: Speed, iterations: int
+) -> StepEstimate:
+    """The step of a rank of a run, of so many iterations of recycling."""
+    sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
+    made = _network(config, model), _loss(config, model, max(sizes), iterations), mesh, config, speed, plan_of(config)
+    return estimate_step(*made, optimizer=config.optim, num_microbatches=len(sizes))
 
 
 @dataclass(frozen=True)
@@ -197,15 +204,16 @@ def _table(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, ro
     return table
 
 
-def _network(config: FoldTrainPlanConfig, model: ModelConfig) -> nn.Module:
+def _network(config: FoldTrainConfig, model: ModelConfig) -> nn.Module:
     with torch.device("meta"):
         network = trainable(model)
     return confidence_alone(network) if config.learns == "confidence" else network.train()
 
 
-def _loss(config: FoldTrainPlanConfig, model: ModelConfig, rows: int, iterations: int) -> Callable[[nn.Module], Tensor]:
+def _loss(config: FoldTrainConfig, model: ModelConfig, rows: int, iterations: int) -> Callable[[nn.Module], Tensor]:
     """The run's loss of a microbatch, whose tensors are without memory, but those of which it looks at the values."""
     generator, dtype = np.random.default_rng(0), compute_dtype(config.precision)
+    atom_tables()  # made of values once, which it must not be where tensors have none
     row = _row(model, iterations, generator)
     shapes = {name: (rows, *cropped_shape(name, tensor.shape, config.data.crop)) for name, tensor in row.items()}
     formats = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in row.items()}
