@@ -68,6 +68,14 @@ class SearchJob:
     source: SearchedDatabase
     shard: Shard
 
+    @property
+    def tool(self) -> Tool:
+        return self.source.tool
+
+    @property
+    def database(self) -> Database:
+        return self.source.database
+
     def depends_on(self) -> dict[str, Any]:
         database = self.source.database
         return {

@@ -8,7 +8,7 @@
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -19,6 +19,7 @@ from core.config import UserError
 ATTEMPTS = 4
 
 J = TypeVar("J")
+_J = TypeVar("_J", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Outcome:
     lost: str = ""
 
 
-class Machines(Protocol[J]):
+class Machines(Protocol[_J]):
     """What runs searches. A node is named by a text, a running job by what `begin` returned."""
 
     most: float
@@ -39,7 +40,7 @@ class Machines(Protocol[J]):
         """node -> how many searches it runs at once, of the nodes that are there now."""
         ...
 
-    def part(self, job: J) -> Hashable:
+    def part(self, job: _J) -> Hashable:
         """The part of a database that the job reads."""
         ...
 
@@ -47,7 +48,7 @@ class Machines(Protocol[J]):
         """Whether the node can read the part."""
         ...
 
-    def begin(self, job: J, node: str) -> Hashable:
+    def begin(self, job: _J, node: str) -> Hashable:
         """Begin a job on a node, in one of its places."""
         ...
 
@@ -59,7 +60,7 @@ class Machines(Protocol[J]):
         """Whether more nodes may soon be in `places`."""
         ...
 
-    def nowhere(self, job: J) -> str:
+    def nowhere(self, job: _J) -> str:
         """Why no node takes the job."""
         ...
 
@@ -79,7 +80,7 @@ def attempt(work: Callable[[], None]) -> Outcome:
     return Outcome()
 
 
-def run_all(jobs: Sequence[J], machines: Machines[J]) -> Iterator[tuple[J, str]]:
+def run_all(jobs: Sequence[J], machines: Machines[J]) -> Generator[tuple[J, str], None, None]:
     """Run every job to its end.  Yields each as it ends, with what went wrong; "" where its result is kept."""
     waiting = _Waiting([machines.part(job) for job in jobs], machines.holds)
     running: dict[Hashable, tuple[int, str]] = {}
