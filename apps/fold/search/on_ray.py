@@ -19,6 +19,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -96,8 +97,8 @@ class Answer:
 def find_ray() -> Any:
     """The package.  Raises UserError where it is not installed."""
     try:
-        import ray
-        import ray.util.scheduling_strategies  # an attribute of ray's from then on
+        ray = import_module("ray")
+        import_module("ray.util.scheduling_strategies")  # an attribute of ray's from then on
     except ImportError as error:
         raise UserError(f"--ray takes Ray ({error}); {INSTALL}, or leave --ray out") from None
     return ray
@@ -184,7 +185,7 @@ class Nodes(Generic[S]):
     def places(self) -> Mapping[str, int]:
         if time.monotonic() - self._looked_at >= _NODES_S:
             self._alive, self._looked_at = self._cluster.nodes(), time.monotonic()
-            for node in self._alive.keys() - self._answers.keys() - set(self._asking.values()):
+            for node in sorted(self._alive.keys() - self._answers.keys() - set(self._asking.values())):
                 self._asking[self._pinned(self._look, node, num_cpus=0).remote(self._asked)] = node
         places = {node: self._room(node) for node in self._alive if node in self._answers}
         return {node: count for node, count in places.items() if count}
