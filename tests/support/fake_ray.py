@@ -29,6 +29,8 @@ def _pinned(node: str, soft: bool) -> SimpleNamespace:
 class FakeRay:
     """nodes      id -> its resources, of those that are alive
     befalls    what happens to a task in the place of its result; asked with the node's id and the task's arguments
+    refuses    what joining a cluster raises
+    starts     what the next attempts to start one raise
     """
 
     nodes_there: dict[str, dict[str, float]]
@@ -37,6 +39,7 @@ class FakeRay:
     cancelled: list[Any] = field(default_factory=list)
     inits: list[dict[str, Any]] = field(default_factory=list)
     refuses: Exception | None = None
+    starts: list[Exception] = field(default_factory=list)
     here: str = ""
     __version__ = "0"
 
@@ -45,6 +48,8 @@ class FakeRay:
         self.util = SimpleNamespace(scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=_pinned))
 
     def init(self, **options: Any) -> None:
+        if self.starts and options["address"] == "local":
+            raise self.starts.pop()
         self.inits.append(options)
         if self.refuses and options["address"] != "local":
             raise self.refuses

@@ -33,6 +33,7 @@ from core.files import replace_file
 INSTALL = "pip install 'megalith[ray]'"
 OWN, RUNNING_OR_OWN = "local", "auto"
 _STORE_BYTES = 80 << 20  # results of searches that end at the same time, packed; Ray's least is 75 MiB
+_STARTS = 3
 _REACHED_S, _MOMENT_S, _NODES_S = 5.0, 1.0, 2.0
 _JOIN = "give HOST:PORT of a cluster's head, from a machine that is one of its nodes (ray start --address HOST:PORT)"
 
@@ -121,6 +122,7 @@ class Cluster:
         self.ray = find_ray()
         self.cores, self.memory, self.most = cores, memory, most
         self._address, self._connected = address, False
+        self._wrong = (RuntimeError, ValueError, AssertionError, OSError, self.ray.exceptions.RayError)
         if address not in (OWN, RUNNING_OR_OWN):
             _reach(address)
 
@@ -137,8 +139,7 @@ class Cluster:
     def _connect(self, tell: Callable[[str], None]) -> "Cluster":
         if not self._connected:
             if self._address == OWN or not self._joined():
-                cores = max(os.cpu_count() or 1, self.cores * (self.most or 1))
-                self._init(address="local", num_cpus=cores, include_dashboard=False, object_store_memory=_STORE_BYTES)
+                self._begin()
             self._connected = True
             tell(self._described())
         return self
@@ -146,11 +147,23 @@ class Cluster:
     def _joined(self) -> bool:
         try:
             self._init(address=self._address)
-        except (RuntimeError, ValueError, AssertionError, OSError, self.ray.exceptions.RayError) as error:
+        except self._wrong as error:
             if self._address == RUNNING_OR_OWN and isinstance(error, ConnectionError):
                 return False
             raise UserError(f"--ray {self._address}: {_line(error)}; {_JOIN}") from None
         return True
+
+    def _begin(self) -> None:
+        """Start Ray on this machine. It waits 30 s for processes of its own, which does not always do on a busy one."""
+        cores = max(os.cpu_count() or 1, self.cores * (self.most or 1))
+        for left in reversed(range(_STARTS)):
+            try:
+                self._init(address="local", num_cpus=cores, include_dashboard=False, object_store_memory=_STORE_BYTES)
+                return
+            except Exception as error:  # that is what Ray raises after the 30 s
+                self.ray.shutdown()
+                if not left:
+                    raise UserError(f"--ray: Ray does not start here ({_line(error)}); leave --ray out") from None
 
     def _init(self, **options: Any) -> None:
         self.ray.init(log_to_driver=False, logging_level="ERROR", **options)

@@ -1,4 +1,4 @@
-"""`fold msa --ray` on nodes that only exist here: what they are asked, what runs where and comes back, what is refused."""
+"""`fold msa --ray` on nodes that are not there: what they are asked, what runs where, what returns, what is refused."""
 
 import random
 import socket
@@ -247,7 +247,7 @@ def test_how_ray_is_joined(tmp_path: Path, monkeypatch) -> None:
             assert searches.run_on(cluster.machines(searches, lambda line: None), jobs) == {}
             assert searches.run_on(cluster.machines(searches), jobs) == {}
         assert ray.inits[-1] == {}, "left"
-        return [options["address"] for options in ray.inits[:-1]]
+        return [options["address"] for options in ray.inits if options]
 
     assert joined(RUNNING_OR_OWN) == ["auto"]
     ray.refuses = ConnectionError("no cluster is found")
@@ -261,6 +261,11 @@ def test_how_ray_is_joined(tmp_path: Path, monkeypatch) -> None:
                 joined(address)
         ray.refuses = None
         assert joined(address) == [address]
+    ray.starts = [TimeoutError("late"), TimeoutError("late")]
+    assert joined(OWN) == ["local"], "the third time"
+    ray.starts = [TimeoutError("late")] * 3
+    with pytest.raises(UserError, match=r"--ray: Ray does not start here \(late\); leave --ray out"):
+        joined(OWN)
     with pytest.raises(UserError, match=r"nobody answers there .*; give HOST:PORT of a cluster's head"):
         joined(address)
     for wrong in ("somewhere", "ray://head:10001", "head:", ":6379"):
