@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
@@ -103,6 +104,14 @@ def find_ray() -> Any:
     except ImportError as error:
         raise UserError(f"--ray takes Ray ({error}); {INSTALL}, or leave --ray out") from None
     return ray
+
+
+def installed_ray() -> str:
+    """`Ray 2.60.0`, or how to install it; without the second that an import takes."""
+    try:
+        return f"Ray {version('ray')}"
+    except PackageNotFoundError:
+        return f"Ray is not installed; {INSTALL}"
 
 
 class Cluster:

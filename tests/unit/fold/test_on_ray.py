@@ -6,8 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -275,6 +277,8 @@ def test_how_ray_is_joined(tmp_path: Path, monkeypatch) -> None:
 
 def test_without_ray_a_line_names_the_extra(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(on_ray, "version", Mock(side_effect=PackageNotFoundError("ray")))
+    assert on_ray.installed_ray() == "Ray is not installed; pip install 'megalith[ray]'"
     (tmp_path / "in.fasta").write_text(">a\nMKT\n")
     options = [
         str(tmp_path / "in.fasta"),

@@ -1,5 +1,6 @@
 """The schedule of searches on nodes that only exist here: what goes where, what a lost node costs, what fails."""
 
+import random
 from collections.abc import Hashable, Iterable, Mapping
 
 import pytest
@@ -13,13 +14,19 @@ NODES = {"a": 2, "b": 2, "c": 1}
 
 
 class Pretended:
-    """Nodes whose searches end one at a time, the oldest first; what befalls them, `fate` says by the attempt's number.
+    """Nodes whose searches end one at a time, the oldest first, or as they are drawn.
 
     fate  number of an attempt, from 0 -> its outcome, or the node that dies then with all that runs on it
     """
 
-    def __init__(self, nodes: Mapping[str, int] = NODES, held: Mapping[str, set[int]] | None = None, most: float = 99):
-        self.nodes, self.held, self.most = dict(nodes), held, most
+    def __init__(
+        self,
+        nodes: Mapping[str, int] = NODES,
+        held: Mapping[str, set[int]] | None = None,
+        most: float = 99,
+        draw: random.Random | None = None,
+    ):
+        self.nodes, self.held, self.most, self.draw = dict(nodes), held, most, draw
         self.begun: list[tuple[Job, str]] = []
         self.fate: dict[int, Outcome | str] = {}
         self.running: list[int] = []
@@ -50,7 +57,7 @@ class Pretended:
             self.nodes |= self.late
             self.late = {}
             return []
-        number = self.running[0]
+        number = self.draw.choice(self.running) if self.draw else self.running[0]
         fate = self.fate.get(number, Outcome())
         if isinstance(fate, Outcome):
             self.running.remove(number)
@@ -102,10 +109,11 @@ def test_one_node_takes_jobs_in_their_order() -> None:
 
 
 def test_a_shard_stays_where_it_is_read_and_no_node_waits_for_that() -> None:
-    machines = Pretended()
-    run(machines)
-    alone = sum(len(nodes) == 1 for nodes in nodes_of(machines).values())
-    assert alone >= 3, nodes_of(machines)
+    for seed in range(3):
+        machines = Pretended({"a": 1, "b": 2}, draw=random.Random(seed))
+        assert run(machines, [(sequence, shard) for sequence in range(20) for shard in range(5)]) == {}
+        del machines.begun[-20:]  # in the end a node that has nothing left helps the other
+        assert sum(map(len, nodes_of(machines).values())) <= 8, "of ten, were shards read wherever there is a place"
     shared = Pretended()
     assert run(shared, [(sequence, 0) for sequence in range(9)]) == {}
     assert nodes_of(shared)[0] == set(NODES), "a single shard is read by all rather than that nodes wait"
