@@ -31,7 +31,7 @@ COMMANDS = {
 """command -> words of each of its modes"""
 # Read, as part of what is handed on, by runs that have no use for them.
 ALSO = {"predict": ["max_template_date"], "train": ["data.max_template_date"]}
-VALUES = TRAINING | {"max_template_date": "2018-04-30", "data.max_template_date": "2018-04-30"}
+VALUES = TRAINING | {"max_template_date": "2018-04-30", "data.max_template_date": "2018-04-30", "memory": "3GiB"}
 
 VALUES_ALONE = ["compile", "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay"]
 """Options that a plan of training hands to what it runs, and that its figures are the same without."""
