@@ -14,18 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from apps.fold.features.sequences import Record, alone, read_fasta
-from apps.fold.search import hhblits, jackhmmer, mmseqs
-from apps.fold.search.database import Database, open_database
-from apps.fold.search.hhsearch import Hhsearch, ProfileJob
-from apps.fold.search.hits import as_a3m, ranked
-from apps.fold.search.jobs import Search, SearchedDatabase, Searches, jobs_of
+from apps.fold.search.hhsearch import ProfileJob
+from apps.fold.search.jobs import Aligned, Search, Searches, aligned, jobs_of
+from apps.fold.search.options import SearchConfig, open_sources, open_structures
 from core.config import UserError, parse
 
 _HIT = "\nProbab="  # once for each hit of hhsearch
 
 
 @dataclass(frozen=True)
-class MsaConfig:
+class MsaConfig(SearchConfig):
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("input", "databases", "hhblits_databases", "mmseqs_databases", "hhsearch_databases", "out", "shards"),
         *("workers", "threads", "max_rows"),
@@ -33,73 +31,16 @@ class MsaConfig:
 
     input: Path | None = None
     """a FASTA file; `megalith fold msa IN.fasta` means the same"""
-    databases: tuple[Path, ...] = ()
-    """FASTA files that jackhmmer searches, such as UniRef90 or MGnify"""
-    hhblits_databases: tuple[Path, ...] = ()
-    """prefixes of HH-suite databases that hhblits searches, such as UniRef30 or BFD"""
-    mmseqs_databases: tuple[Path, ...] = ()
-    """FASTA files or databases of MMseqs2's that it searches"""
-    hhsearch_databases: tuple[Path, ...] = ()
-    """prefixes of HH-suite databases of structures, such as PDB70, that hhsearch searches for templates, with the
-    alignment of the first database of all that are given"""
     out: Path = Path("alignments")
     """one folder a sequence, with an A3M file for each database, or an .hhr file where templates are searched"""
-    shards: int = 1
-    """parts of each of jackhmmer's databases that are searched at once; hits are the same. They are copied into the
-    cache"""
-    workers: int | None = None
-    """searches at once, by whichever tools; by default one for each core"""
-    threads: int = 1
-    """of each search"""
-    e_value: float = 1e-4
-    """of jackhmmer and MMseqs2"""
-    hhblits_e_value: float = 1e-3
-    sensitivity: float = 7.5
-    """of MMseqs2, 1 to 8"""
     proteins: bool = False
     """take every record as a protein, also one of the letters A C G T U N alone, which is refused as DNA or RNA"""
-    max_rows: int = 10_000
-    """the best rows that are kept of each database"""
-    jackhmmer: str = "jackhmmer"
-    """the name or path of HMMER's program"""
-    hhblits: str = "hhblits"
-    """of HH-suite's"""
-    hhsearch: str = "hhsearch"
-    """of HH-suite's"""
-    mmseqs: str = "mmseqs"
-    """of MMseqs2's"""
-    cache: Path = Path("runs/searches")
-    """where results and shards are kept; a second run searches only what is not there"""
-
-    def __post_init__(self) -> None:
-        for name in ("shards", "workers", "threads", "max_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value}; give a positive number")
-        for name in ("e_value", "hhblits_e_value", "sensitivity"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name}={getattr(self, name)}; give a positive number")
-
-    def unread(self) -> dict[str, str]:
-        """See `core.config.Unread`."""
-        given = {
-            "databases": ("shards", "jackhmmer"),
-            "hhblits_databases": ("hhblits", "hhblits_e_value"),
-            "hhsearch_databases": ("hhsearch",),
-            "mmseqs_databases": ("mmseqs", "sensitivity"),
-        }
-        return {
-            name: f"without --{databases.replace('_', '-')}; give those, too"
-            for databases, names in given.items()
-            if not getattr(self, databases)
-            for name in names
-        } | ({} if self.databases or self.mmseqs_databases else {"e_value": "of jackhmmer and MMseqs2, without theirs"})
 
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when a record has no alignment; the others have theirs."""
     config = parse({"default": MsaConfig}, argv, "megalith fold msa", default="default", places=("input",))
-    if config.input is None or not (config.databases or config.hhblits_databases or config.mmseqs_databases):
+    if config.input is None or not config.names_alignments:
         raise UserError(
             "megalith fold msa needs a FASTA file and databases: IN.fasta --databases UNIREF.fasta … (jackhmmer), "
             "--hhblits-databases PREFIX … or --mmseqs-databases UNIREF.fasta …"
@@ -109,13 +50,13 @@ def main(argv: list[str]) -> int:
     for one in refused:
         print(f"error: {config.input}, {one}", file=sys.stderr)
     records = alone(records)
-    sources, searches, structures = _sources(config), Searches(config.cache), _structures(config)
+    sources, searches, structures = open_sources(config), Searches(config.cache), open_structures(config)
     failed = _run(searches, jobs_of([record.sequence for record in records], sources), config, "searching")
     wrong = {job.sequence: reason for job, reason in failed.items()}
     found = {}
     for record in records:
         if record.sequence not in wrong:
-            found[record.sequence] = [_aligned(searches, record.sequence, source, config) for source in sources]
+            found[record.sequence] = [aligned(searches, record.sequence, source, config.max_rows) for source in sources]
     profiles = {s: [ProfileJob(s, rows[0].a3m, *one) for one in structures] for s, rows in found.items()}
     if structures:
         jobs = [job for of_sequence in profiles.values() for job in of_sequence]
@@ -130,45 +71,6 @@ def main(argv: list[str]) -> int:
             kept = [job for job in profiles[record.sequence] if record.sequence not in wrong]
             _write(config.out / record.safe_name, record, found[record.sequence], searches, kept)
     return 2 if refused or wrong else 0
-
-
-def _sources(config: MsaConfig) -> list[SearchedDatabase]:
-    """The databases of all tools.  Raises UserError for a tool that is not installed, or a database that is none."""
-    _check_names([*config.databases, *config.mmseqs_databases], list(config.hhblits_databases))
-    sources = []
-    if config.databases:
-        tool = jackhmmer.Jackhmmer(
-            config.jackhmmer, jackhmmer.version(config.jackhmmer), config.e_value, config.threads
-        )
-        opened = [open_database(path, config.shards, config.cache, path.stem) for path in config.databases]
-        sources += [SearchedDatabase(tool, database) for database in opened]
-    if config.hhblits_databases:
-        tool = hhblits.Hhblits(config.hhblits, hhblits.version(config.hhblits), config.hhblits_e_value, config.threads)
-        opened = [hhblits.open_profiles(path, path.name) for path in config.hhblits_databases]
-        sources += [SearchedDatabase(tool, database) for database in opened]
-    if config.mmseqs_databases:
-        version = mmseqs.version(config.mmseqs)
-        tool = mmseqs.Mmseqs(config.mmseqs, version, config.e_value, config.sensitivity, config.threads)
-        opened = [mmseqs.open_mmseqs(path, config.mmseqs, config.cache, path.stem) for path in config.mmseqs_databases]
-        sources += [SearchedDatabase(tool, database) for database in opened]
-    return sources
-
-
-def _structures(config: MsaConfig) -> list[tuple[Hhsearch, Database]]:
-    """Those of hhsearch.  Raises UserError where it is not installed, or a database is none."""
-    if not config.hhsearch_databases:
-        return []
-    tool = Hhsearch(config.hhsearch, hhblits.version(config.hhsearch, "HHsearch"), config.threads)
-    _check_names([], list(config.hhsearch_databases))
-    return [(tool, hhblits.open_profiles(path, path.name)) for path in config.hhsearch_databases]
-
-
-def _check_names(files: list[Path], prefixes: list[Path]) -> None:
-    """Raises UserError where two databases would write the same file."""
-    named = [(path.stem, path) for path in files] + [(path.name, path) for path in prefixes]
-    for number, (name, path) in enumerate(named):
-        if name in (other for other, _ in named[:number]):
-            raise UserError(f"two databases are called {name} ({path}); rename one of them")
 
 
 S = TypeVar("S", bound=Search)
@@ -189,21 +91,6 @@ def _run(searches: Searches, jobs: list[S], config: MsaConfig, what: str) -> dic
     kind = "searches" if what == "searching" else "searches for templates"
     print(f"{len(jobs) - kept} {kind} run, {kept} known from before")
     return failed
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """A sequence's rows of one database, as A3M."""
-
-    database: str
-    rows: int
-    a3m: str
-
-
-def _aligned(searches: Searches, sequence: str, source: SearchedDatabase, config: MsaConfig) -> Aligned:
-    hits = [hit for job in jobs_of([sequence], [source]) for hit in searches.hits(job)]
-    best = ranked(hits, config.max_rows)
-    return Aligned(source.database.name, len(best), as_a3m(sequence, best))
 
 
 def _write(
