@@ -12,13 +12,13 @@ from apps.fold.features.alignment import Alignment, check_query, merge, read_ali
 from apps.fold.features.hhr import check_hits, read_hhr
 from apps.fold.features.msa import Draw, draw, features_of, num_centres
 from apps.fold.features.sequences import Record
+from apps.fold.features.structures import structure_of
 from apps.fold.features.templates import (
     ANY,
     Allowed,
     Template,
     features_of_templates,
     read_templates,
-    structure_of,
     templates_of_hits,
 )
 from apps.fold.features.text import unpacked_name
