@@ -2,31 +2,36 @@
 
 By jackhmmer, hhblits and MMseqs2, at the same time. Writes OUT/NAME/DATABASE.a3m. Where it is asked for, hhsearch then
 looks for templates, with the alignment of the first database: OUT/NAME/DATABASE.hhr. It does not need torch.
+With --server a server of ColabFold's protocol searches instead (service/client.py), and OUT/NAME.a3m is written.
 """
 
 import os
 import sys
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from apps.fold.features.sequences import Record, alone, read_fasta
+from apps.fold.features.sequences import Record, Refused, alone, read_fasta
 from apps.fold.search.hhsearch import ProfileJob
 from apps.fold.search.jobs import Aligned, Search, Searches, aligned, jobs_of
 from apps.fold.search.options import SearchConfig, open_sources, open_structures
-from core.config import UserError, parse
+from apps.fold.service.client import Service, read_key
+from core.config import UserError, in_one_line, parse
+from core.files import replace_file
 
 _HIT = "\nProbab="  # once for each hit of hhsearch
+_ASKED_AT_ONCE = 4  # records, of a server
 
 
 @dataclass(frozen=True)
 class MsaConfig(SearchConfig):
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("input", "databases", "hhblits_databases", "mmseqs_databases", "hhsearch_databases", "out", "shards"),
-        *("workers", "threads", "max_rows"),
+        *("workers", "threads", "max_rows", "server", "server_key_file"),
     )
 
     input: Path | None = None
@@ -35,20 +40,43 @@ class MsaConfig(SearchConfig):
     """one folder a sequence, with an A3M file for each database, or an .hhr file where templates are searched"""
     proteins: bool = False
     """take every record as a protein, also one of the letters A C G T U N alone, which is refused as DNA or RNA"""
+    server: str | None = None
+    """address of a server of ColabFold's protocol, such as megalith fold msa-server, that searches instead: sequences
+    are sent there. Writes OUT/NAME.a3m"""
+    server_key_file: Path | None = None
+    """file whose first line is the key that the server asks for"""
+    server_wait_s: float = 7200.0
+    """longest time for the alignment of a record, that in the server's queue included"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.server_wait_s <= 0:
+            raise UserError(f"server_wait_s={self.server_wait_s}; give a time in seconds")
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.server is None:
+            return super().unread() | dict.fromkeys(
+                ("server_key_file", "server_wait_s"), "without --server; give it, too"
+            )
+        own = (field.name for field in fields(SearchConfig) if field.name != "cache")
+        return dict.fromkeys(own, "with --server, which searches in its own way; leave out one of the two")
 
 
 def main(argv: list[str]) -> int:
     """Exit code 2 when a record has no alignment; the others have theirs."""
     config = parse({"default": MsaConfig}, argv, "megalith fold msa", default="default", places=("input",))
-    if config.input is None or not config.names_alignments:
+    if config.input is None or not (config.names_alignments or config.server):
         raise UserError(
             "megalith fold msa needs a FASTA file and databases: IN.fasta --databases UNIREF.fasta … (jackhmmer), "
-            "--hhblits-databases PREFIX … or --mmseqs-databases UNIREF.fasta …"
+            "--hhblits-databases PREFIX …, --mmseqs-databases UNIREF.fasta … or --server URL"
             + (" (hhsearch begins with an alignment)" if config.hhsearch_databases else "")
         )
     records, refused = read_fasta(config.input, proteins=config.proteins)
     for one in refused:
         print(f"error: {config.input}, {one}", file=sys.stderr)
+    if config.server is not None:
+        return _from_server(config, records, refused)
     records = alone(records)
     sources, searches, structures = open_sources(config), Searches(config.cache), open_structures(config)
     failed = _run(searches, jobs_of([record.sequence for record in records], sources), config, "searching")
@@ -70,6 +98,26 @@ def main(argv: list[str]) -> int:
         if record.sequence in found:
             kept = [job for job in profiles[record.sequence] if record.sequence not in wrong]
             _write(config.out / record.safe_name, record, found[record.sequence], searches, kept)
+    return 2 if refused or wrong else 0
+
+
+def _from_server(config: MsaConfig, records: list[Record], refused: list[Refused]) -> int:
+    assert config.server is not None
+    service = Service(config.server, read_key(config.server_key_file), config.cache, config.server_wait_s)
+    service.announce(records)
+    wrong = 0
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        for record, asked in [(record, pool.submit(service.alignment, record)) for record in records]:
+            try:
+                text = asked.result().read_bytes()
+                config.out.mkdir(parents=True, exist_ok=True)
+                replace_file(config.out / f"{record.safe_name}.a3m", text)
+            except (UserError, OSError) as error:
+                wrong += 1
+                reason = in_one_line(error) or error
+                print(f"error: {config.input}, record {record.number} ({record.name}): {reason}", file=sys.stderr)
+            else:
+                print(f"{record.name}: {sum(line.startswith(b'>') for line in text.splitlines()) - 1} rows")
     return 2 if refused or wrong else 0
 
 
