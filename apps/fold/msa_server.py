@@ -27,8 +27,11 @@ from core.config import UserError, parse, size_in_bytes
 from core.run_folder import hold
 
 if TYPE_CHECKING:
-    from apps.fold.service.metrics import Metrics
+    import uvicorn
+    from fastapi import FastAPI
+
     from apps.fold.service.tickets import Tickets
+    from core.web.listen import Listener
 
 log = logging.getLogger("msa-server")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -118,23 +121,11 @@ def main(argv: list[str]) -> int:
 
 
 def _run(config: MsaServerConfig, keys: Keys) -> int:
-    from apps.fold.service.metrics import Metrics
-    from apps.fold.service.store import Store
-    from apps.fold.service.tickets import Limits, Tickets
     from core.web.listen import bind
 
     listening = bind(config.host, config.port)
-    opened = partial(open_databases, config, config.environmental, config.templates, config.hhfilter)
-    limits = Limits(
-        config.max_queue,
-        config.tickets_at_once,
-        config.workers_of_a_ticket,
-        size_in_bytes(config.max_disk, "max_disk"),
-    )
-    metrics = Metrics()
-    tickets = Tickets(Store(config.state), Searches(config.cache), opened, keys, limits, metrics)
-    ended = asyncio.run(_listen(config, keys, tickets, metrics, listening))
-    if not ended:
+    tickets, app = build(config, keys)
+    if not asyncio.run(_listen(config, keys, tickets, uvicorn_config(app), listening)):
         # Threads wait for searches, which end with this process, however it ends; their tickets are on the disk.
         log.info("%d tickets are left for the next start", tickets.num_running + tickets.num_waiting)
         sys.stdout.flush()
@@ -143,30 +134,50 @@ def _run(config: MsaServerConfig, keys: Keys) -> int:
     return 0
 
 
-async def _listen(
-    config: MsaServerConfig, keys: Keys, tickets: "Tickets", metrics: "Metrics", listening: socket.socket
-) -> bool:
-    """Answer until SIGTERM or SIGINT.  Returns whether what was under way has ended."""
-    import uvicorn
-
+def build(config: MsaServerConfig, keys: Keys) -> "tuple[Tickets, FastAPI]":
+    """The tickets and the application of a server; raises UserError for databases that are none."""
+    from apps.fold.service.metrics import Metrics
     from apps.fold.service.server import HttpLimits, build_app
+    from apps.fold.service.store import Store
     from apps.fold.service.templates import Templates
-    from core.web.listen import Listener
-    from core.web.wire import Protocol
+    from apps.fold.service.tickets import Limits, Tickets
 
-    limits = HttpLimits(
+    opened = partial(open_databases, config, config.environmental, config.templates, config.hhfilter)
+    limits = Limits(
+        config.max_queue,
+        config.tickets_at_once,
+        config.workers_of_a_ticket,
+        size_in_bytes(config.max_disk, "max_disk"),
+    )
+    of_http = HttpLimits(
         size_in_bytes(config.max_body, "max_body"),
         config.max_sequences,
         config.max_residues,
         (config.host, *config.allow_host),
     )
+    metrics = Metrics()
+    tickets = Tickets(Store(config.state), Searches(config.cache), opened, keys, limits, metrics)
     templates = None if config.templates is None else Templates(config.hhsearch_databases[0], config.templates)
-    app = build_app(tickets, keys, metrics, limits, templates)
-    listener = Listener(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, http=Protocol, ws="none", timeout_graceful_shutdown=5
-        )
+    return tickets, build_app(tickets, keys, metrics, of_http, templates)
+
+
+def uvicorn_config(app: "FastAPI") -> "uvicorn.Config":
+    import uvicorn
+
+    from core.web.wire import Protocol
+
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, http=Protocol, ws="none", timeout_graceful_shutdown=5
     )
+
+
+async def _listen(
+    config: MsaServerConfig, keys: Keys, tickets: "Tickets", of_uvicorn: "uvicorn.Config", listening: socket.socket
+) -> bool:
+    """Answer until SIGTERM or SIGINT.  Returns whether what was under way has ended."""
+    from core.web.listen import Listener
+
+    listener = Listener(of_uvicorn)
     here, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         here.add_signal_handler(number, stopping.set)
@@ -175,7 +186,7 @@ async def _listen(
     while not listener.started and not serving.done():
         await asyncio.sleep(0.01)
     if not serving.done():
-        _announce(config, tickets.databases, keys, listener.port)
+        _announce(config, tickets.databases, keys, listener)
         stop = asyncio.ensure_future(stopping.wait())
         await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
     log.info("finishing %d tickets", tickets.num_running)
@@ -185,7 +196,7 @@ async def _listen(
     return ended
 
 
-def _announce(config: MsaServerConfig, databases: Databases, keys: Keys, port: int) -> None:
+def _announce(config: MsaServerConfig, databases: Databases, keys: Keys, listener: "Listener") -> None:
     from core.web.listen import address_of
 
     def named(sources: Sequence[SearchedDatabase]) -> str:
@@ -195,4 +206,4 @@ def _announce(config: MsaServerConfig, databases: Databases, keys: Keys, port: i
     log.info("rows are paired by species, of %s", named(databases.pairing))
     if not keys.asked_for and config.host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("no key is asked for: whoever reaches %s can search; --api-key-file gives keys", config.host)
-    print(f"serving alignments at {address_of(config.host, port)}/", flush=True)
+    print(f"serving alignments at {address_of(config.host, listener.port)}/", flush=True)
