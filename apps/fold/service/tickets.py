@@ -69,6 +69,7 @@ class Tickets:
         self._running: dict[str, str] = {}
         self._asked: dict[str, float] = {}
         self._done: dict[str, tuple[str, int]] = {}
+        self._sizes = Counter[str]()
         self._number = 0
         self._looked = 0.0
         self.draining = False
@@ -76,7 +77,7 @@ class Tickets:
         self._restore()
         metrics.gauge("queued", "tickets that wait", lambda: self.num_waiting)
         metrics.gauge("running", "tickets that are searched for", lambda: self.num_running)
-        metrics.gauge("result_bytes", "bytes of results", lambda: sum(size for _, size in self._done.values()))
+        metrics.gauge("result_bytes", "bytes of results", lambda: sum(self._sizes.values()))
 
     def _restore(self) -> None:
         for job in self._store.jobs():
@@ -86,7 +87,7 @@ class Tickets:
                 self._open[job.id] = job
                 self._waiting.append(job)
             else:
-                self._done[job.id] = job.owner, outcome.num_bytes + _ENTRY_BYTES
+                self._note(job, outcome)
         if self._waiting:
             log.info("going on with %d tickets", len(self._waiting))
 
@@ -139,7 +140,7 @@ class Tickets:
             self._number += 1
             job = Job(name, owner.name, self._number, query)
             self._open[name], self._asked[name] = job, time.monotonic()
-            self._done.pop(name, None)
+            self._drop(name)
         try:
             self._store.put(job)
         except BaseException:
@@ -222,7 +223,7 @@ class Tickets:
             log.error("a ticket's end cannot be written: %s", error)
             outcome = Outcome("ERROR", identity, 0, "no room for the result")
         with self._changed:
-            self._done[job.id] = job.owner, outcome.num_bytes + _ENTRY_BYTES
+            self._note(job, outcome)
         asked = self._asked.get(job.id)
         self._forget(job.id)
         self._metrics.ended(job.query.kind, outcome.status, 0.0 if asked is None else time.monotonic() - asked)
@@ -270,23 +271,39 @@ class Tickets:
         size = in_words(outcome.num_bytes)
         return Outcome("ERROR", outcome.databases, 0, f"the result has {size}, more than may be kept, {in_words(most)}")
 
+    def _note(self, job: Job, outcome: Outcome) -> None:
+        self._drop(job.id)
+        size = outcome.num_bytes + _ENTRY_BYTES
+        self._done[job.id] = job.owner, size
+        self._sizes[job.owner] += size
+
+    def _drop(self, name: str) -> None:
+        owner, size = self._done.pop(name, ("", 0))
+        self._sizes[owner] -= size
+
     def _make_room(self) -> None:
         """Remove the oldest results beyond an owner's limit and beyond half of the disk, and of searches the rest."""
         with self._changed:
-            going: list[str] = []
-            sizes, total = Counter[str](), 0
-            for name, (owner, size) in reversed(self._done.items()):
-                most = self._keys.named(owner).most_bytes
-                sizes[owner] += size
-                total += size
-                if (most is not None and sizes[owner] > most) or total > self._limits.max_bytes // 2:
+            going = []
+            for owner in [owner for owner in self._sizes if self._is_over(owner)]:
+                for name in [name for name, (other, _) in self._done.items() if other == owner]:
+                    if not self._is_over(owner):
+                        break
+                    self._drop(name)
                     going.append(name)
-            for name in going:
-                del self._done[name]
+            for name in list(self._done) if self._sizes.total() > self._limits.max_bytes // 2 else ():
+                if self._sizes.total() <= self._limits.max_bytes // 2:
+                    break
+                self._drop(name)
+                going.append(name)
             self._store.remove(going)  # before one of them can be asked for anew
         if time.monotonic() - self._looked > _LOOK_S:
             self._looked = time.monotonic()
             remove_oldest(self._searches.folder, self._limits.max_bytes // 2)
+
+    def _is_over(self, owner: str) -> bool:
+        most = self._keys.named(owner).most_bytes
+        return most is not None and self._sizes[owner] > most
 
 
 def remove_oldest(folder: Path, most_bytes: int) -> None:
