@@ -166,7 +166,7 @@ def test_what_is_refused_and_who_is_answered(tmp_path: Path) -> None:
         assert said("ticket/" + 48 * "0") == (404, "UNKNOWN")
         assert said("result/download/" + 48 * "0")[0] == said("result/download/..%2Fsecret")[0] == 404
         assert "no templates" in said("template/1abc_A")[1]
-        assert "it answers POST ticket/msa" in said("ticket/foldseek/x")[1]
+        assert "it answers POST /ticket/msa" in said("ticket/foldseek/x")[1]
         assert said("queue", Host="box.lan") == (200, "")
         assert "does not answer for evil.example" in said("queue", Host="evil.example")[1]
         assert said("queue", Origin="https://evil.example")[0] == 403
