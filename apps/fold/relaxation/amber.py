@@ -6,7 +6,6 @@ keep their lengths; all pairs of atoms are counted, above 5,000 atoms those with
 
 import io
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,7 +16,7 @@ import torch
 
 from apps.fold.model import residues
 from apps.fold.output.files import Atom
-from apps.fold.relaxation.protocol import STIFFNESS, End, Round, Structure, Tell, Unstable
+from apps.fold.relaxation.protocol import STIFFNESS, End, Limit, Round, Structure, Tell, Unstable
 from core.config import UserError
 
 TOLERANCE = 10.0  # kJ/mol/nm: the root of the mean square of the force at which a minimization has converged
@@ -94,14 +93,14 @@ class Amber:
         self._context.setPositions(positions)
         self._positions = self._read()
 
-    def minimize(self, held_N: np.ndarray, deadline: float, tell: Tell) -> Round:
+    def minimize(self, held_N: np.ndarray, limit: Limit, tell: Tell) -> Round:
         openmm = self._packages.openmm
         stiffness = STIFFNESS * _KCAL * 100  # kJ/mol/nm^2
         for spring, index in enumerate(np.nonzero(self._heavy)[0]):
             k = stiffness if held_N[self._residue[index]] else 0.0
             self._springs.setParticleParameters(spring, int(index), [k, *self._positions[index]])
         self._springs.updateParametersInContext(self._context)
-        before, watch = self._energy(), _watch(openmm, deadline, tell)
+        before, watch = self._energy(), _watch(openmm, limit, tell)
         try:
             openmm.LocalEnergyMinimizer.minimize(self._context, TOLERANCE, 0, watch)
         except openmm.OpenMMException as error:
@@ -204,27 +203,27 @@ def _seeded() -> Iterator[None]:
         random.setstate(state)
 
 
-def _watch(openmm: Any, deadline: float, tell: Tell) -> Any:
-    """A reporter of OpenMM's that ends a minimization at the deadline, or when its energy falls no more."""
+def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:
+    """A reporter of OpenMM's that ends a minimization at the limit of time, or when its energy falls no more."""
 
     class Watch(openmm.MinimizationReporter):
         def __init__(self) -> None:
             super().__init__()
-            self.iterations, self._told = 0, time.monotonic()
+            self.iterations, self._told = 0, limit.clock()
             self.end: End = "converged"
             self._energies: list[float] = []
             self._strength = 0.0
 
         def report(self, iteration: int, x: Any, grad: Any, args: dict[str, float]) -> bool:
             self.iterations += 1
-            energy, now = args["system energy"] + args["restraint energy"], time.monotonic()
+            energy, now = args["system energy"] + args["restraint energy"], limit.clock()
             if args["restraint strength"] != self._strength:
                 self._strength, self._energies = args["restraint strength"], []
             self._energies.append(energy)
             if now - self._told > _TOLD_S:
                 tell(f"iteration {self.iterations}, {args['system energy'] / _KCAL:,.0f} kcal/mol")
                 self._told = now
-            if now >= deadline:
+            if limit.passed():
                 self.end = "limit of time"
             elif len(self._energies) > _WINDOW:
                 fell = self._energies[-1 - _WINDOW] - energy

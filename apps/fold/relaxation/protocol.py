@@ -5,8 +5,9 @@
        residues that violated it in any round before are held no longer
 
 Other than there a round ends also at a plateau of its energy, and all of them together at a limit of time: then the
-best that was reached is the result, and the report says so. Where atoms lie on each other, so that a force field's
-energy is no number, they are drawn apart before the first round.
+best that was reached is the result, and the report says so. Where the limit passes before the first round, that is the
+structure as it was given, with the atoms that the minimizer has placed, and there are no rounds. Where atoms lie on
+each other, so that a force field's energy is no number, they are drawn apart before the first round.
 
 Shapes: N residues, A = 14 atoms.
 """
@@ -30,8 +31,20 @@ STIFFNESS = 10.0  # of the springs, kcal/mol/Angstrom^2
 _BOND_REACH = 2.5  # Angstrom between C and N, beyond which residues whose numbers are not consecutive are not bonded
 
 End = Literal["converged", "plateau", "limit of time"]
+Clock = Callable[[], float]
+"""Tells the time in seconds, from any moment on."""
 Tell = Callable[[str], None]
 """Is told how far a minimization is, now and then."""
+
+
+class Limit:
+    """A limit of time: `seconds` from now on, by the clock."""
+
+    def __init__(self, seconds: float, clock: Clock = time.monotonic):
+        self.clock, self._end = clock, clock() + seconds
+
+    def passed(self) -> bool:
+        return self.clock() >= self._end
 
 
 @dataclass(frozen=True)
@@ -67,8 +80,7 @@ class Minimizer(Protocol):
     """Keeps a structure's atoms and moves them; raises Unstable where they lie on each other.
 
     method  its name, for reports
-    minimize(held_N, deadline, tell)  moves them, those of residues of held_N held where they are now; ends by deadline,
-        a time of time.monotonic
+    minimize(held_N, limit, tell)  moves them, those of residues of held_N held where they are now; ends by the limit
     placed_NA  the atoms that it has: all, or those that were given
     positions()  [N, A, 3] in Angstrom
     atoms()  all that it has, hydrogens too, by residues
@@ -77,7 +89,7 @@ class Minimizer(Protocol):
     method: str
     placed_NA: np.ndarray
 
-    def minimize(self, held_N: np.ndarray, deadline: float, tell: Tell) -> Round: ...
+    def minimize(self, held_N: np.ndarray, limit: Limit, tell: Tell) -> Round: ...
 
     def positions(self) -> np.ndarray: ...
 
@@ -131,27 +143,28 @@ def relax(
     minimizer: Callable[[Structure], Minimizer],
     limit_s: float,
     tell: Tell = lambda text: None,
-    drawn_apart: Callable[[Structure, float], Structure] | None = None,
+    drawn_apart: Callable[[Structure, Limit], Structure] | None = None,
+    clock: Clock = time.monotonic,
 ) -> Relaxed:
     """Chains relaxed, in at most limit_s seconds but for the step that is being taken then.
 
-    drawn_apart(structure, deadline)  a structure to begin with where the minimizer finds the given one Unstable
+    drawn_apart(structure, limit)  a structure to begin with where the minimizer finds the given one Unstable
 
     Raises UserError for a residue that is none of the twenty amino acids, and for what the minimizer cannot take.
     """
-    begun = time.monotonic()
+    begun, limit = clock(), Limit(limit_s, clock)
     structure = structure_of(chains)
     rules = Stereochemistry(structure.aatype_N, structure.exists_NA, structure.follows_N)
     before = rules.violating(torch.from_numpy(structure.atoms_NA3))
     try:
         moving = minimizer(structure)
-        rounds = _rounds(moving, structure, begun + limit_s, tell)
+        rounds = _rounds(moving, structure, limit, tell)
     except Unstable:
         if drawn_apart is None:
             raise
         tell("drawing atoms apart that lie on each other")
-        moving = minimizer(drawn_apart(structure, begun + limit_s))
-        rounds = _rounds(moving, structure, begun + limit_s, tell)
+        moving = minimizer(drawn_apart(structure, limit))
+        rounds = _rounds(moving, structure, limit, tell)
     rules = Stereochemistry(structure.aatype_N, moving.placed_NA, structure.follows_N)
     final = moving.positions()
     there = structure.exists_NA.astype(bool)
@@ -164,16 +177,16 @@ def relax(
         tuple(np.nonzero(before)[0].tolist()),
         tuple(np.nonzero(rules.violating(torch.from_numpy(final)))[0].tolist()),
         float(np.sqrt(shift.mean())),
-        time.monotonic() - begun,
+        clock() - begun,
     )
 
 
-def _rounds(moving: Minimizer, structure: Structure, deadline: float, tell: Tell) -> list[Round]:
+def _rounds(moving: Minimizer, structure: Structure, limit: Limit, tell: Tell) -> list[Round]:
     rules = Stereochemistry(structure.aatype_N, moving.placed_NA, structure.follows_N)
     rounds: list[Round] = []
     violating, free = np.ones(len(structure.aatype_N), bool), np.zeros(len(structure.aatype_N), bool)
-    while violating.any() and len(rounds) < MAX_ROUNDS and time.monotonic() < deadline:
-        rounds.append(moving.minimize(~free, deadline, _numbered(tell, len(rounds) + 1)))
+    while violating.any() and len(rounds) < MAX_ROUNDS and not limit.passed():
+        rounds.append(moving.minimize(~free, limit, _numbered(tell, len(rounds) + 1)))
         violating = rules.violating(torch.from_numpy(moving.positions()))
         free |= violating
         if rounds[-1].end == "limit of time":

@@ -7,7 +7,6 @@ the protocol hold the rest. Its energies are of these terms only, and cannot be 
 Shapes: N residues, A = 14 atoms, M = N A.
 """
 
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from apps.fold.model import residues
 from apps.fold.output.files import Atom
-from apps.fold.relaxation.protocol import STIFFNESS, End, Round, Structure, Tell
+from apps.fold.relaxation.protocol import STIFFNESS, End, Limit, Round, Structure, Tell
 from apps.fold.relaxation.stereochemistry import Clashes, Stereochemistry, cosines, distances
 
 _BOND_STIFFNESS = 600.0  # kcal/mol/Angstrom^2, as bonds of a force field have
@@ -29,10 +28,10 @@ _NOISE = 0.01  # Angstrom
 _CONVERGED = 1e-4  # kcal/mol by which a batch lowers the energy of an atom, at the end
 
 
-def drawn_apart(structure: Structure, deadline: float) -> Structure:
+def drawn_apart(structure: Structure, limit: Limit) -> Structure:
     """The structure with its violations mended, whatever the way: for one whose atoms lie on each other."""
     moving = Violations(structure)
-    moving.minimize(np.zeros(len(structure.aatype_N), bool), deadline, lambda text: None)
+    moving.minimize(np.zeros(len(structure.aatype_N), bool), limit, lambda text: None)
     return replace(structure, atoms_NA3=moving.positions() * structure.exists_NA[..., None])
 
 
@@ -53,7 +52,7 @@ class Violations:
         noise_M3 = np.random.default_rng(0).normal(0, _NOISE, flat_M3.shape) * (count[place_M.reshape(-1)] > 1)[:, None]
         self._flat_M3 = torch.from_numpy(flat_M3 + noise_M3 * structure.exists_NA.reshape(-1, 1))
 
-    def minimize(self, held_N: np.ndarray, deadline: float, tell: Tell) -> Round:
+    def minimize(self, held_N: np.ndarray, limit: Limit, tell: Tell) -> Round:
         start_M3, x_M3 = self._flat_M3, self._flat_M3.clone().requires_grad_()
         held_M = torch.from_numpy(held_N).repeat_interleave(residues.NUM_ATOM14) & self._exists_M
         count, before, energy = int(self._exists_M.sum()), None, 0.0
@@ -69,7 +68,7 @@ class Violations:
             tell(f"iteration {iterations}, {energy:,.1f} kcal/mol of violations and springs")
             if first - energy < _CONVERGED * count:
                 break
-            if time.monotonic() >= deadline:
+            if limit.passed():
                 end = "limit of time"
                 break
         self._flat_M3 = x_M3.detach()

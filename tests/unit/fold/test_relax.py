@@ -112,7 +112,7 @@ class Still:
         self.structure, self.placed_NA = structure, structure.exists_NA
         Still.held = ()
 
-    def minimize(self, held_N, deadline, tell) -> Round:
+    def minimize(self, held_N, limit, tell) -> Round:
         Still.held += (np.nonzero(~held_N)[0].tolist(),)
         return Round(0.0, 0.0, 1, "converged")
 
