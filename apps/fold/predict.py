@@ -8,6 +8,7 @@
 4. summary.csv, after each record
 """
 
+import contextlib
 import csv
 import io
 import sys
@@ -220,6 +221,7 @@ def main(argv: list[str]) -> int:
         if is_multimer(path):
             raise UserError(f"{path} is a model of complexes, which one rank predicts; leave out --nproc, or torchrun")
     if config.nproc > 1 and not launched():
+        _ask_ahead(config)
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
         _set_allocator(config)
@@ -229,6 +231,18 @@ def main(argv: list[str]) -> int:
         mesh = MeshConfig(tp=runtime.world_size)  # the axis that shards what one sequence computes
         code = _run(config, runtime.mesh(mesh)["tp"])
         return code if runtime.leads else 0  # a launcher ends all ranks when one fails, and the first one writes
+
+
+def _ask_ahead(config: PredictConfig) -> None:
+    """Ask a server before ranks begin, which wait for one another half an hour at most; they say what fails."""
+    if config.msa_server is None or config.input is None:
+        return
+    records, _ = read_fasta(config.input, proteins=config.proteins)
+    service = _server(config)
+    service.announce(records)
+    for record in records:
+        with contextlib.suppress(UserError, OSError):
+            service.alignment(record)
 
 
 def resolved(config: PredictConfig) -> PredictConfig:
@@ -294,6 +308,12 @@ def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
     return Model(path.stem, identify(path), model, module, read_note(path), axis)
 
 
+def _server(config: PredictConfig) -> Service:
+    assert config.msa_server is not None
+    key = read_key(config.msa_server_key_file)
+    return Service(config.msa_server, key, config.msa_server_folder, config.msa_server_wait_s)
+
+
 def _service(config: PredictConfig, models: list[Model], records: list[Record]) -> Service | None:
     """The server that alignments are asked of.  Raises UserError where no model reads any."""
     if config.msa_server is None:
@@ -302,8 +322,7 @@ def _service(config: PredictConfig, models: list[Model], records: list[Record]) 
         raise UserError(
             "--msa-server, and ESMFold reads the sequence alone; leave it out, or give a model of AlphaFold's"
         )
-    key = read_key(config.msa_server_key_file)
-    service = Service(config.msa_server, key, config.msa_server_folder, config.msa_server_wait_s)
+    service = _server(config)
     if leads():
         service.announce(records)
     return service

@@ -1,19 +1,21 @@
 """The life of a ticket.
 
 1. asked for: an equal one of the same owner that is under way, or done with the same databases, is that one
-2. what is known from before is answered at once; else, where the queue and the owner's limit have room,
+2. one whose searches are known waits for no other; else the queue and the owner's limit must have room
 3. it is written to the disk, and then promised to the client
 4. a thread takes it: of the owner with the fewest that run, the one that came first
 5. its searches, shared with other tickets; then what has hits among structures
 6. the result is written, then how it ended; where disks are limited, the oldest results go
 """
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from core.config import UserError, in_one_line, in_words
 log = logging.getLogger("msa-server")
 _TRIES = 3  # where results of searches are removed, for want of room, while an answer is made of them
 _ENTRY_BYTES = 4096  # of the files beside a result
+_QUICK = 2  # tickets without a search to be done, which need not wait for others
 _LOOK_S = 60.0  # between looks at how large the cache of searches is
 
 
@@ -73,6 +76,7 @@ class Tickets:
         self._number = 0
         self._looked = 0.0
         self.draining = False
+        self._quick = ThreadPoolExecutor(_QUICK)
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(limits.at_once)]
         self._restore()
         metrics.gauge("queued", "tickets that wait", lambda: self.num_waiting)
@@ -103,7 +107,9 @@ class Tickets:
         deadline = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        ended = not any(thread.is_alive() for thread in self._threads)
+        self._quick.shutdown(wait=ended)
+        return ended
 
     @property
     def databases(self) -> Databases:
@@ -147,8 +153,9 @@ class Tickets:
             self._forget(name)
             raise
         if known:
-            self._answer(job)
-            return self.ticket(owner, name)
+            with contextlib.suppress(RuntimeError):  # the server has stopped since: the next one goes on with it
+                self._quick.submit(self._answer, job)
+            return Ticket(name, "PENDING")
         with self._changed:
             self._waiting.append(job)
             self._changed.notify_all()
