@@ -112,6 +112,8 @@ def main(argv: list[str]) -> int:
         )
     if config.hhsearch_databases and config.templates is None:
         raise UserError("--hhsearch-databases without --templates, the folder of their mmCIF files; give that, too")
+    if len(config.hhsearch_databases) > 1:
+        raise UserError(f"{len(config.hhsearch_databases)} --hhsearch-databases; clients know one, so give one")
     if config.templates is not None and not config.templates.is_dir():
         raise UserError(f"--templates {config.templates} is no folder; give one of mmCIF files (1abc.cif)")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)

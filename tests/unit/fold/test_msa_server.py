@@ -355,6 +355,7 @@ def test_what_cannot_be_started(tmp_path: Path) -> None:
         (["--hhfilter", "no-such-program"], "no no-such-program on the PATH"),
         (["--max-queue", "0"], "max_queue=0"),
         (["--hhsearch-databases", "pdb70"], "without --templates"),
+        (["--hhsearch-databases", "a", "b", "--templates", str(tmp_path)], "2 --hhsearch-databases; clients know one"),
         (["--templates", str(tmp_path)], "without --hhsearch-databases"),
         (["--port", "70000"], "port=70000"),
     ):
