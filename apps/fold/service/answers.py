@@ -103,7 +103,7 @@ def _rows(sequence: str, sources: Sequence[SearchedDatabase], databases: Databas
     """Names and letters of all databases' rows, the sequence's own left out, each once."""
     found: dict[tuple[str, str], None] = {}
     for source in sources:
-        lines = aligned(searches, sequence, source, databases.max_rows).a3m.splitlines()[2:]
+        lines = aligned(searches, sequence, source, databases.max_rows).a3m.split("\n")[2:-1]
         found |= dict.fromkeys(zip((line[1:] for line in lines[::2]), lines[1::2], strict=True))
     return list(found)
 

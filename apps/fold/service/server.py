@@ -86,9 +86,10 @@ class Guard:
         if owner is None and not _OPEN.match(scope["path"]):
             given = "send it as 'Authorization: Bearer KEY', as X-API-Key, or in the URL: http://user:KEY@host"
             return _error(401, f"this server asks for a key: {given}", {"WWW-Authenticate": 'Basic realm="msa-server"'})
-        if not self._keys.asked_for and (name := self._hosts.refused(headers.get("host", b"localhost"))):
+        name = None if self._keys.asked_for else self._hosts.refused(headers.get("host", b"localhost"))
+        if name is not None:
             return _error(403, f"this server does not answer for {name}; start it with --allow-host NAME")
-        if "origin" in headers and self._hosts.refused(headers["origin"].partition(b"//")[2]):
+        if "origin" in headers and self._hosts.refused(headers["origin"].partition(b"//")[2]) is not None:
             return _error(403, "web pages of others cannot ask this server")
         return None
 

@@ -169,7 +169,8 @@ def test_what_is_refused_and_who_is_answered(tmp_path: Path) -> None:
         assert "it answers POST /ticket/msa" in said("ticket/foldseek/x")[1]
         assert said("queue", Host="box.lan") == (200, "")
         assert "does not answer for evil.example" in said("queue", Host="evil.example")[1]
-        assert said("queue", Origin="https://evil.example")[0] == 403
+        assert said("queue", Origin="https://evil.example")[0] == said("queue", Origin="null")[0] == 403
+        assert said("queue", Origin=server.url)[0] == 200
         assert server.ask("health")[0] == server.ask("ready")[0] == 200
 
 
