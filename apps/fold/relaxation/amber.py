@@ -58,7 +58,7 @@ class Amber:
 
     method = "AMBER99SB by OpenMM"
 
-    def __init__(self, structure: Structure, platform: str = "CPU"):
+    def __init__(self, structure: Structure, limit: Limit, platform: str = "CPU"):
         self._packages = find_openmm()
         lone = ~structure.follows_N & ~np.append(structure.follows_N[1:], False)
         if lone.any():
@@ -69,9 +69,11 @@ class Amber:
         openmm, app, unit, _ = self._packages
         self._structure, self.placed_NA = structure, residues.ATOM14_MASK[structure.aatype_N]
         self._platform = _platform(openmm, platform)
-        topology, positions, self._residue = self._complete(structure)
+        limit.check()
+        topology, positions, self._residue = self._complete(structure, limit)
         heavy = [atom.element.symbol != "H" for atom in topology.atoms()]
         self._heavy = np.array(heavy)
+        limit.check()
         small = topology.getNumAtoms() <= _MOST_ATOMS
         try:
             system = app.ForceField("amber99sb.xml").createSystem(
@@ -82,6 +84,7 @@ class Amber:
             )
         except ValueError as error:
             raise UserError(f"AMBER99SB does not know this structure: {str(error).splitlines()[0]}") from error
+        limit.check()
         self._springs = openmm.CustomExternalForce("0.5 * k * ((x - x0)^2 + (y - y0)^2 + (z - z0)^2)")
         for name in ("k", "x0", "y0", "z0"):
             self._springs.addPerParticleParameter(name)
@@ -130,7 +133,7 @@ class Amber:
             if name != "OXT" or last[row]
         ]
 
-    def _complete(self, structure: Structure) -> tuple[Any, Any, list[int]]:
+    def _complete(self, structure: Structure, limit: Limit) -> tuple[Any, Any, list[int]]:
         """Topology and positions with all atoms, and of each its residue from 0."""
         text = io.StringIO()
         self._packages.app.PDBxFile.writeFile(*_topology(self._packages, structure), text, keepIds=True)
@@ -140,7 +143,9 @@ class Amber:
                 fixer = self._packages.PDBFixer(pdbxfile=text, platform=self._platform)
                 fixer.missingResidues = {}
                 fixer.findMissingAtoms()
+                limit.check()
                 fixer.addMissingAtoms(seed=0)
+                limit.check()
                 fixer.addMissingHydrogens(7.0)
             except (self._packages.openmm.OpenMMException, ZeroDivisionError) as error:
                 raise Unstable(f"PDBFixer cannot complete this structure: {error}") from error
@@ -210,6 +215,7 @@ def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.iterations, self._told = 0, limit.clock()
+            self._before, self._longest = self._told, 0.0  # the last iteration's end; seconds of the longest
             self.end: End = "converged"
             self._energies: list[float] = []
             self._strength = 0.0
@@ -220,10 +226,11 @@ def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:
             if args["restraint strength"] != self._strength:
                 self._strength, self._energies = args["restraint strength"], []
             self._energies.append(energy)
+            self._before, self._longest = now, max(self._longest, now - self._before)
             if now - self._told > _TOLD_S:
                 tell(f"iteration {self.iterations}, {args['system energy'] / _KCAL:,.0f} kcal/mol")
                 self._told = now
-            if limit.passed():
+            if limit.passed(self._longest):
                 self.end = "limit of time"
             elif len(self._energies) > _WINDOW:
                 fell = self._energies[-1 - _WINDOW] - energy

@@ -9,7 +9,7 @@ import pytest
 
 from apps.fold.relax import said
 from apps.fold.relaxation.amber import Amber
-from apps.fold.relaxation.protocol import Unstable, relax
+from apps.fold.relaxation.protocol import Relaxed, Unstable, relax
 from apps.fold.relaxation.violations import drawn_apart
 from apps.fold.score import compare
 from core.config import UserError
@@ -59,12 +59,17 @@ def test_a_relaxation_by_openmm_ends_by_its_limit_of_time() -> None:
 
 def test_a_limit_that_passes_before_the_first_round_leaves_what_was_given() -> None:
     one = clashing(chain("1ejg.pdb"), 1)
-    one.mask[11, 4:] = 0  # a side chain, which is placed
-    found = relax([one], Amber, 1.0, clock=Ticking())
+    one.mask[11, 4:] = 0  # a side chain
+    for limit, placed in ((4.0, 0), (12.0, 4)):  # before PDBFixer is called, and when all atoms are placed
+        found = relax([one], Amber, limit, clock=Ticking())
+        assert found.chains[0].mask[11, 4:].sum() == placed
+        _is_as_it_was(found)
+
+
+def _is_as_it_was(found: Relaxed) -> None:
     assert found.cut_short
     assert found.rounds == ()
     assert found.rmsd < 1e-3
-    assert found.chains[0].mask[11, 4:].sum() == 4
     assert set(found.violations_before) <= set(found.violations_after)
     assert "the limit of time passed before the first round" in said(found)
     assert found.report()["rounds"] == []
@@ -83,11 +88,14 @@ def test_a_heap_of_atoms_is_drawn_apart_first() -> None:
         b_factors=one.b_factors[part],
     )
     with pytest.raises(Unstable):
-        relax([heap], Amber, 10.0)
-    found = relax([heap], Amber, 10.0, drawn_apart=drawn_apart)
-    assert found.seconds < 11
+        relax([heap], Amber, 100.0)
+    found = relax([heap], Amber, 100.0, drawn_apart=drawn_apart)
+    assert found.rounds
     assert len(found.violations_before) == 10
     assert len(found.violations_after) < 10
+    cut = relax([heap], Amber, 40.0, clock=Ticking(), drawn_apart=drawn_apart)  # while they are drawn apart
+    assert (cut.rounds, cut.cut_short, cut.method) == ((), True, "none")
+    assert 0 < cut.rmsd < found.rmsd
 
 
 def test_missing_atoms_are_placed_and_hydrogens_are_where_they_were_before() -> None:

@@ -14,7 +14,7 @@ from apps.fold.__main__ import APP
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.loss.violation import violation_loss
 from apps.fold.model import residues
-from apps.fold.relaxation.protocol import Round, Structure, relax
+from apps.fold.relaxation.protocol import Limit, Round, Structure, relax
 from apps.fold.relaxation.violations import Violations
 from apps.fold.toy import HELDOUT, STRUCTURES
 from core.config import run_command
@@ -108,7 +108,7 @@ class Still:
     method = "none"
     held: tuple[list[int], ...] = ()
 
-    def __init__(self, structure: Structure):
+    def __init__(self, structure: Structure, limit: Limit):
         self.structure, self.placed_NA = structure, structure.exists_NA
         Still.held = ()
 
