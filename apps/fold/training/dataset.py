@@ -38,7 +38,8 @@ from apps.fold.features.alignment import Alignment, check_query, merge, read_ali
 from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry, read_entries
 from apps.fold.features.hhr import check_hits, read_hhr
-from apps.fold.features.templates import Allowed, Template, read_templates, structure_of, templates_of_hits
+from apps.fold.features.structures import structure_of
+from apps.fold.features.templates import Allowed, Template, read_templates, templates_of_hits
 from apps.fold.features.text import read_text, unpacked_name
 from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
 from apps.fold.training.complexes import ComplexExample, complex_of_arrays, example_of, save_complex
