@@ -153,6 +153,7 @@ CASES = {
     "4-axial-zero1": (4, Case(1, axial=2, recompute=RecomputeConfig("full"))),
     "4-axial-zero2": (4, Case(2, axial=2, microbatch=1)),
     "4-axial-zero3": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), templates=True, dropout=True)),
+    "2-axial-gemini": (2, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
     "4-axial-gemini": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
     "4-axial": (4, Case(axial=4, recompute=RecomputeConfig("full"), dropout=True)),
 }
@@ -165,7 +166,7 @@ FACTORS = {
         "templates": case.templates,
         "dropout": case.dropout,
         "complexes": case.complexes,
-        "axial": case.axial,
+        "axial": case.axial > 1,
         "gemini": case.budget is not None,
     }
     for name, (_, case) in CASES.items()
