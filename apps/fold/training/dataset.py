@@ -152,10 +152,7 @@ def clusters_of(dataset: Dataset, file: Path) -> Clusters:
     A chain that the file does not name is a cluster by itself. Raises UserError for a file that cannot be read, that
     names a chain twice, or that names none of the dataset's.
     """
-    try:
-        lines = [line.upper().split() for line in read_text(file).splitlines()]
-    except OSError as error:
-        raise UserError(f"data.clusters={file}: {error.strerror}; give a file with a cluster a line") from error
+    lines = [line.upper().split() for line in read_text(file, "a file with a cluster of chains a line").splitlines()]
     place: dict[str, int] = {}
     for number, names in enumerate(lines):
         for name in names:

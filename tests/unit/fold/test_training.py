@@ -82,7 +82,7 @@ def test_an_epoch_has_one_chain_of_each_cluster(tmp_path: Path) -> None:
         (tmp_path / "clusters").write_text(text)
         with pytest.raises(UserError, match=said):
             clusters_of(Dataset(listed, ()), tmp_path / "clusters")
-    with pytest.raises(UserError, match="give a file with a cluster a line"):
+    with pytest.raises(UserError, match="a file with a cluster of chains a line"):
         clusters_of(Dataset(listed, ()), tmp_path / "nowhere")
 
 
