@@ -143,6 +143,33 @@ class Dataset:
         return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
 
 
+Clusters = tuple[tuple[int, ...], ...]
+"""Of a dataset's chains, by their numbers."""
+
+
+def clusters_of(dataset: Dataset, file: Path) -> Clusters:
+    """The chains in the clusters of a file, one a line, of names such as 1UBI_A, in any case, with blanks between them.
+
+    A chain that the file does not name is a cluster by itself. Raises UserError for a file that cannot be read, that
+    names a chain twice, or that names none of the dataset's.
+    """
+    lines = [line.upper().split() for line in read_text(file, "a file with a cluster of chains a line").splitlines()]
+    place: dict[str, int] = {}
+    for number, names in enumerate(lines):
+        for name in names:
+            if place.setdefault(name, number) != number:
+                raise UserError(f"data.clusters={file}: {name} is in two clusters; name each chain once")
+    found: dict[str | int, list[int]] = {}
+    for number, chain in enumerate(dataset.chains):
+        found.setdefault(place.get(chain.name.upper(), chain.name), []).append(number)
+    if not any(isinstance(key, int) for key in found):
+        raise UserError(
+            f"data.clusters={file} names none of the {len(dataset)} chains, such as {dataset.chains[0].name}; give the "
+            "clusters of these"
+        )
+    return tuple(map(tuple, found.values()))
+
+
 def prepare(
     structures: Path,
     there: Beside,
