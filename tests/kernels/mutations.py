@@ -164,6 +164,7 @@ MUTATIONS = {
             "int4_matmul",
             ("_int4_rows", "(high - middle)", "high"),
             ("_int4_tile", "(pair >> 4) - middle", "pair >> 4"),
+            ("_int4_words", "- middle * tl.sum(plain, 2)", ""),
             ("_int4_words_tile", "2 * at + HALF", "2 * at"),
             ("_int4_words_split", "s * (2 * HALF)", "s * HALF"),
             ("_halves", "numbers >> 4", "numbers & 15"),
