@@ -53,7 +53,7 @@ from apps.fold.targets import Target, find_target
 from apps.fold.toy import DEMO_WEIGHTS, NOTE
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
-from apps.fold.weights.source import build, identify, is_multimer, read_weights
+from apps.fold.weights.source import build, identify, read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.files import replace_file
 from core.mesh import MeshConfig
@@ -200,8 +200,6 @@ def main(argv: list[str]) -> int:
     for path in config.model if max(config.nproc, world_size()) > 1 else ():
         if path.is_dir() and is_esmfold(path):
             raise UserError(f"{path} holds ESMFold, which one rank predicts; leave out --nproc, or torchrun")
-        if is_multimer(path):
-            raise UserError(f"{path} is a model of complexes, which one rank predicts; leave out --nproc, or torchrun")
     if config.nproc > 1 and not launched():
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
@@ -479,7 +477,9 @@ def _predict(target: AnyTarget, model: Model, seed: int, config: PredictConfig) 
     job = job_of(model.config, [first], dtype, config.device)
     job = replace(job, iterations=len(features), distances=config.distogram)
     budget = _budget(config, model.axis)
-    mask_BN, chains = first.mask_BN.to(config.device, dtype), first.chains
+    mask_BN = first.mask_BN.to(config.device, dtype)
+    chains_N = None if first.chains is None else first.chains.asym_BN[0].to(config.device) - 1
+    asked = {"distances": config.distogram, "chains_N": chains_N}
     del first
     iterations = OnDevice(features, config.device, dtype)
     with torch.inference_mode():
@@ -488,19 +488,16 @@ def _predict(target: AnyTarget, model: Model, seed: int, config: PredictConfig) 
             shares = plan_shares(job, budget, model.axis, of_process=of_process)
             shard_evoformer(model.module, model.axis, shares)
             folding = model.module.fold(iterations)
-            pairs = read_shards(
-                model.module.heads, folding.pair_BNNZ, mask_BN, model.axis, shares[HEADS], distances=config.distogram
-            )
+            pairs = read_shards(model.module.heads, folding.pair_BNNZ, mask_BN, model.axis, shares[HEADS], **asked)
+            if model.axis.get_local_rank() > 0:
+                pairs = replace(pairs, distances=None, pae=None)  # the first rank has those of all rows, and writes
         else:
             plan = plan_subbatches(job, budget, of_process=of_process)
             choices = {name: how for name, how in plan.choices.items() if name != HEADS}
             apply_subbatches(model.module, choices, offload=plan.offload)
             folding = model.module.fold(iterations)
             slices = every(job.residues, plan.choices[HEADS].rows)
-            chains_N = None if chains is None else chains.asym_BN[0].to(config.device) - 1
-            pairs = read_pairs(
-                model.module.heads, folding.pair_BNNZ, mask_BN, slices, distances=config.distogram, chains_N=chains_N
-            )
+            pairs = read_pairs(model.module.heads, folding.pair_BNNZ, mask_BN, slices, **asked)
         one = folded(target.sequence, folding, model.module.heads, pairs)
         return in_input_order(one, target) if isinstance(target, ComplexTarget) else one
 
