@@ -37,9 +37,13 @@ MOST = 1.15  # of the longest search, as benchmarks/msa.py allows
 
 @dataclass(frozen=True)
 class Waits:
-    """A tool that waits and finds its query; every machine has it."""
+    """A tool that waits and finds its query; every machine has it.
+
+    gathered  a folder in which so many searches have to have begun before any of them ends
+    """
 
     seconds: float
+    gathered: tuple[Path, int] | None = None
     version: str = "1"
 
     def depends_on(self) -> dict[str, Any]:
@@ -53,6 +57,11 @@ class Waits:
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
         time.sleep(self.seconds)
+        if self.gathered:
+            folder, count = self.gathered
+            (folder / f"{database.name}-{sequence}").touch()
+            while len(list(folder.iterdir())) < count:
+                time.sleep(0.1)
         return [Hit(database.name, sequence, 1.0)]
 
 
@@ -84,7 +93,7 @@ def _row(folder: Path, chains: int, seconds: float, with_ray: bool) -> tuple[Row
         began = time.perf_counter()
         with Cluster(OWN, 1, 2**26, at_once) as cluster:
             engine = _on(cluster)
-            _searched(folder, sequences, min(seconds, 1.0), engine)  # so that all processes are there
+            _searched(folder, sequences, 0.0, engine, gather=True)  # so that all processes are there
             started = time.perf_counter() - began
             ray, by_ray = _searched(folder, sequences, seconds, engine)
         same = same and by_ray == expected
@@ -102,15 +111,23 @@ def _on(cluster: Cluster) -> Engine:
     return lambda searches: cluster.machines(searches, lambda line: None)
 
 
-def _searched(folder: Path, sequences: list[str], seconds: float, engine: Engine) -> tuple[float, dict[str, bytes]]:
-    """Seconds that searches that were not known took, and the files that they left."""
+def _searched(
+    folder: Path, sequences: list[str], seconds: float, engine: Engine, gather: bool = False
+) -> tuple[float, dict[str, bytes]]:
+    """Seconds that searches that were not known took, and the files that they left.
+
+    gather  no search ends before all have begun
+    """
     with tempfile.TemporaryDirectory(dir=folder) as name:
+        begun = Path(name) / "begun"
+        begun.mkdir()
+        tool = Waits(seconds, (begun, len(sequences) * DATABASES) if gather else None)
         sources = []
         for number in range(DATABASES):
             path = Path(name) / f"db{number}.fasta"
             path.write_text(f">a{number}\nMKT\n")
             os.utime(path, ns=(0, 0))  # the same database in each round
-            sources.append(SearchedDatabase(Waits(seconds), open_database(path, 1, Path(name) / "cache", path.stem)))
+            sources.append(SearchedDatabase(tool, open_database(path, 1, Path(name) / "cache", path.stem)))
         searches = Searches(Path(name) / "cache")
         began = time.perf_counter()
         failed = searches.run_on(engine(searches), jobs_of(sequences, sources))

@@ -13,10 +13,11 @@ from core.config import UserError
 # SIGKILL and SIGTERM: of the process between us and the tool, and of the tool as that process and a shell tell of it.
 _KILLED = (-9, -15, 137, 143)
 _STAGE_KILLED = re.compile(r"^(.*: line \d+: +\d+ )?(Killed|Terminated)\b", re.MULTILINE)  # a shell's word for it
-# What stands between us and a tool, as a process of its own: it ends the tool, and all that the tool began, as soon as
-# nobody holds the other end of its standard input any more, which the system lets go of however we end.
+# What stands between us and a tool, as a process of its own. Its guard, another one, ends the tool, and all that the
+# tool began, as soon as nobody holds the other end of its standard input any more, which the system lets go of however
+# we end, or as soon as it is gone itself: Ray kills the children of a worker, of which it is one, but not theirs.
 _LEASH = """
-import os, signal, subprocess, sys, threading
+import os, select, signal, subprocess, sys
 
 def end():
     try:
@@ -24,17 +25,23 @@ def end():
     except ProcessLookupError:
         pass
 
-def follow():
-    os.read(0, 1)
-    end()
-
 tool = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-threading.Thread(target=follow, daemon=True).start()
+alive, held = os.pipe()
+guard = os.fork()
+if not guard:
+    os.setsid()
+    for file in (1, 2, held):
+        os.close(file)
+    select.select([0, alive], [], [])
+    end()
+    os._exit(0)
 try:
     code = tool.wait()
 except BaseException:
     end()
     raise
+os.kill(guard, signal.SIGKILL)
+os.waitpid(guard, 0)
 sys.exit(code if code >= 0 else 128 - code)
 """
 

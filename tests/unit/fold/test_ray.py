@@ -3,12 +3,14 @@
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,15 +44,13 @@ def command(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     given = [str(tmp_path / "in.fasta"), "--databases", str(_database(tmp_path / "db.fasta", 12)), "--shards", "3"]
     given += ["--jackhmmer", str(program)]
     own = tempfile.mkdtemp(prefix="ray-")  # the path of a socket in it is short, which one in tmp_path need not be
-    env = {**os.environ, "RAY_TMPDIR": own, "HOME": own}
     begun: list[subprocess.Popen] = []
 
-    def begin(name: str, *more: str) -> subprocess.Popen:
+    def begin(name: str, *more: str, tmp: str = own) -> subprocess.Popen:
         words = [*given, "--out", str(tmp_path / f"out-{name}"), "--cache", str(tmp_path / f"cache-{name}"), *more]
         run = [sys.executable, "-m", "apps.fold", "msa", *words]
-        begun.append(
-            subprocess.Popen(run, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        pipe, folders = subprocess.PIPE, {"RAY_TMPDIR": tmp, "HOME": tmp}
+        begun.append(subprocess.Popen(run, cwd=ROOT, env=os.environ | folders, stdout=pipe, stderr=pipe, text=True))
         return begun[-1]
 
     yield begin
@@ -123,3 +123,76 @@ def test_a_run_that_is_killed_leaves_nothing_running(tmp_path: Path, command) ->
     time.sleep(1)
     kept = len(list(results.glob("*.json")))
     assert f"{6 - kept} searches run, {kept} known" in _ended(command("ray", "--ray", "local"))
+
+
+@pytest.mark.soak
+def test_a_node_of_a_cluster_that_dies_loses_nothing(tmp_path: Path, command) -> None:
+    """Two nodes on this machine, the head and another, which is killed with all that runs on it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = tempfile.mkdtemp(prefix="ray-")
+    env = os.environ | {"RAY_TMPDIR": own, "HOME": own}
+    start = [
+        str(Path(sys.executable).parent / "ray"),
+        "start",
+        "--block",
+        "--num-cpus=2",
+        "--object-store-memory=80000000",
+    ]
+    start.append("--disable-usage-stats")
+    nodes = []
+
+    def begin(*more: str) -> None:
+        nodes.append(subprocess.Popen([*start, *more], env=env, stdout=subprocess.DEVNULL))
+
+    try:
+        begin("--head", f"--port={port}", "--include-dashboard=false")
+        _wait_until(lambda: _listens(port))
+        begin(f"--address=127.0.0.1:{port}")
+        for number in range(3):
+            (tmp_path / f"hold-{number}").touch()
+        with_ray = command("ray", "--ray", f"127.0.0.1:{port}", "--memory", "1MiB", tmp=own)
+        _wait_until(lambda: len(_tools(tmp_path)) == 4 or with_ray.poll() is not None)
+        assert with_ray.poll() is None, with_ray.communicate()
+        begun = [pid for _, pid in _tools(tmp_path)]
+        of_node = _descendants(nodes[1].pid)
+        there = [pid for pid in begun if pid in of_node]
+        assert len(there) == 2
+        _kill(of_node)
+        _wait_until(lambda: not any(map(_runs, there)))
+        for number in range(3):
+            (tmp_path / f"hold-{number}").unlink()
+        said = _ended(with_ray)
+        assert "6 searches run, 0 known" in said
+        assert len(_tools(tmp_path)) == 8
+    finally:
+        for node in nodes:
+            _kill(_descendants(node.pid))
+            node.wait()
+        shutil.rmtree(own, ignore_errors=True)
+    _ended(command("pool"))
+    assert _files(tmp_path / "out-ray") == _files(tmp_path / "out-pool")
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def _descendants(pid: int) -> list[int]:
+    """The process and all below it, which are of sessions of their own."""
+    below: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            below.setdefault(_parent(int(path.name)), []).append(int(path.name))
+    found = [pid]
+    for one in found:
+        found += below.get(one, [])
+    return found
+
+
+def _kill(processes: list[int]) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -192,7 +192,7 @@ def test_what_a_tool_says_need_not_be_text(tmp_path: Path) -> None:
     [
         ("kill -9 $$", True),
         ("kill -15 $$", True),
-        ("kill -9 $PPID; sleep 9", True),  # what stands between us and the tool
+        ("kill -9 $PPID; sleep 600", True),  # what stands between us and the tool, which ends with it
         ("sh -c 'kill -9 $$'; echo 'a stage died'; exit 1", True),  # as mmseqs, a script whose stages are programs
         ("kill -11 $$", False),  # it would crash again
         ("echo Killed; exit 1", False),
