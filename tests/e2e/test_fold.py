@@ -54,6 +54,7 @@ def fold(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Path, capsys) -> None:
     done = run("-m", "apps.fold", "doctor", "--golden", GOLDEN)
+    assert "fold msa --ray: " in done.stdout
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within what rounding explains" in done.stdout
     code, said, _ = fold(capsys, "doctor", "--golden", GOLDEN, "--limit", 1e-5)
