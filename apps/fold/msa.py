@@ -2,8 +2,8 @@
 
 By jackhmmer, hhblits and MMseqs2, at the same time. Writes OUT/NAME/DATABASE.a3m. Where it is asked for, hhsearch then
 looks for templates, with the alignment of the first database: OUT/NAME/DATABASE.hhr. With --ray the nodes of a cluster
-search; with --server a server of ColabFold's protocol does (service/client.py), and OUT/NAME.a3m is written. It
-does not need torch.
+search. It does not need torch. With --server a server of ColabFold's protocol searches instead (service/client.py), and
+OUT/NAME.a3m is written.
 """
 
 import os
@@ -40,11 +40,10 @@ class MsaConfig(SearchConfig):
     """a FASTA file; `megalith fold msa IN.fasta` means the same"""
     out: Path = Path("alignments")
     """one folder a sequence, with an A3M file for each database, or an .hhr file where templates are searched"""
-    workers: int | None = None
-    """searches at once, by whichever tools; by default one for each core, with --ray as many as nodes have room for"""
     ray: str | None = None
     """search on the nodes of a Ray cluster: HOST:PORT of its head; --ray alone takes the cluster that this machine is a
-    node of, or starts Ray here for as long as it takes, as --ray local does always"""
+    node of, or starts Ray here for as long as it takes, as --ray local does always; --workers are then as many as nodes
+    have room for"""
     memory: str = "2GiB"
     """of each search, which Ray sets aside on a node, as it does --threads cores"""
     proteins: bool = False
@@ -66,11 +65,13 @@ class MsaConfig(SearchConfig):
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
         if self.server is not None:
-            own = ("ray", "memory", *(field.name for field in fields(SearchConfig) if field.name != "cache"))
+            own = (*(field.name for field in fields(SearchConfig) if field.name != "cache"), "ray", "memory")
             return dict.fromkeys(own, "with --server, which searches in its own way; leave out one of the two")
         unread = super().unread()
         unread |= dict.fromkeys(("server_key_file", "server_wait_s"), "without --server; give it, too")
-        return unread | ({"memory": "is what Ray sets aside; give --ray, too"} if self.ray is None else {})
+        if self.ray is None:
+            unread["memory"] = "is what Ray sets aside; give --ray, too"
+        return unread
 
     def absolute(self) -> "MsaConfig":
         """The same, with paths that mean the same in a process that began elsewhere."""
@@ -91,19 +92,20 @@ def main(argv: list[str]) -> int:
             "--hhblits-databases PREFIX …, --mmseqs-databases UNIREF.fasta … or --server URL"
             + (" (hhsearch begins with an alignment)" if config.hhsearch_databases else "")
         )
-    records, refused = read_fasta(config.input, proteins=config.proteins)
-    for one in refused:
-        print(f"error: {config.input}, {one}", file=sys.stderr)
-    if config.server is not None:
-        return _from_server(config, records, refused)
     if config.ray is None:
-        return _searched(config, alone(records), refused, None)
+        return _aligned_all(config, config.input, None)
     memory = size_in_bytes(config.memory, "--memory")
     with Cluster(config.ray, config.threads, memory, config.workers) as cluster:
-        return _searched(config.absolute(), alone(records), refused, cluster)
+        return _aligned_all(config.absolute(), config.input, cluster)
 
 
-def _searched(config: MsaConfig, records: list[Record], refused: list[Refused], cluster: Cluster | None) -> int:
+def _aligned_all(config: MsaConfig, given: Path, cluster: Cluster | None) -> int:
+    records, refused = read_fasta(given, proteins=config.proteins)
+    for one in refused:
+        print(f"error: {given}, {one}", file=sys.stderr)
+    if config.server is not None:
+        return _from_server(config, records, refused)
+    records = alone(records)
     sources, searches, structures = open_sources(config), Searches(config.cache), open_structures(config)
     failed = _run(searches, jobs_of([record.sequence for record in records], sources), config, cluster, "searching")
     wrong = {job.sequence: reason for job, reason in failed.items()}
@@ -117,10 +119,7 @@ def _searched(config: MsaConfig, records: list[Record], refused: list[Refused], 
         wrong |= {job.sequence: reason for job, reason in _run(searches, jobs, config, cluster, "templates").items()}
     for record in records:
         if record.sequence in wrong:
-            print(
-                f"error: {config.input}, record {record.number} ({record.name}): {wrong[record.sequence]}",
-                file=sys.stderr,
-            )
+            print(f"error: {given}, record {record.number} ({record.name}): {wrong[record.sequence]}", file=sys.stderr)
         if record.sequence in found:
             kept = [job for job in profiles[record.sequence] if record.sequence not in wrong]
             _write(config.out / record.safe_name, record, found[record.sequence], searches, kept)
