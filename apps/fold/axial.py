@@ -16,11 +16,14 @@ Between operations m is sharded by sequences and z by rows; each operation has w
 Where the outer product mean comes first, as in models of complexes, m is by sequences: one factor is switched to
 residues, the other gathered, and m goes back to sequences at the block's end.
 
-m is switched by all-to-all, and so is z with gradients. Parameters are whole on every rank; their gradients are sums
-over the axis of what each rank found (`partial_parameters`).
+m is switched by all-to-all, and so is z with gradients. Parameters are whole on every rank. Of those that work on
+shards a rank finds a part of the gradient, and the whole is the sum over the axis (`_PARTIAL`); of the others, whose
+inputs all ranks have whole, each rank finds all of it. What comes behind the shards, the loss too, is computed alike on
+every rank.
 
 `shard_evoformer(model, axis)` wraps a model so; it takes and returns what it did. With `apply_subbatches` before it the
-operations work in slices of what a rank has, in place where no gradient is recorded.
+operations work in slices of what a rank has, in place where no gradient is recorded. `AXIAL` is the same as a plan,
+with which `core.compose` trains over the mesh's axis tp; axial_messages.py has what it sends.
 
 Shapes: B batch, S sequences, N residues, I of these on a rank, D = c_m, Z = c_z, C channels, H heads.
 """
@@ -35,9 +38,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps.fold.axial_messages import MESSAGES
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.embedders import ExtraEmbedder, TemplatePairEmbedder
-from apps.fold.model.evoformer import EvoformerBlock, PairUpdates
+from apps.fold.model.evoformer import EvoformerBlock
 from apps.fold.model.features import ChainIds, Features, TemplateFeatures
 from apps.fold.model.folding import Recycled
 from apps.fold.model.heads import Heads, Logits, aligned_tm_scores, chain_tm_scores, predicted_aligned_error
@@ -56,6 +60,8 @@ from core.comm.collectives import all_reduce_max, copy_to, gather_from, join_fro
 from core.kernels.gated_output import gated_residual
 from core.kernels.triangle import pair_product
 from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch, transpose_
+from core.parallel.draws import replicated
+from core.placement.style import AXIS, Plan, Style
 
 _ROWS, _COLUMNS = 1, 2  # dims of z[B, I, J, Z], and of m[B, S, N, D]
 _PARTS, _PIECE_BYTES = 8, 2**24  # a factor of the triangle product travels in so many parts, not in smaller ones
@@ -83,21 +89,27 @@ def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, Ho
     replace_method(model, "embed_msa", partial(_embed_msa, AlphaFold.embed_msa.__get__(model), axis))
     replace_method(model, "trunk", partial(_trunk, AlphaFold.trunk.__get__(model), axis))
     extra = model.extra_embedder
-    replace_method(extra, "forward", partial(_extra, type(extra).forward.__get__(extra), extra, axis))
+    replace_method(extra, "forward", partial(_extra, extra, axis))
     replace_method(model.heads, "forward", partial(_heads, model.heads, axis))
     return model
 
 
-def partial_parameters(model: AlphaFold) -> set[str]:
-    """Names of the parameters whose gradients are sums over the axis of what each rank finds."""
-    embedder, structure = model.input_embedder, model.structure_module
-    own = (embedder.left, embedder.right, embedder.position, model.recycling_embedder.distance)
-    own += (model.recycling_embedder.pair_norm, structure.pair_norm, structure.attention.bias, structure.attention)
-    own += (model.heads.distogram, model.heads.pae)
-    blocks = (m for m in model.modules() if isinstance(m, EvoformerBlock | PairUpdates | TemplatePairEmbedder))
-    found = {id(p) for module in own if module is not None for p in module.parameters(recurse=False)}
-    found |= {id(p) for block in blocks for p in block.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+def _trained(model: AlphaFold, axis: DeviceMesh) -> AlphaFold:
+    """The model over the axis, with dropouts whose factors all ranks draw alike, by their place in the whole."""
+    return replicated.wrap(shard_evoformer(model, axis), axis)
+
+
+_PARTIAL = (
+    *("input_embedder.left.**", "input_embedder.right.**", "input_embedder.position.**"),
+    *("recycling_embedder.distance.**", "recycling_embedder.pair_norm.**"),
+    *("template_embedder.pairs.**", "extra_embedder.**", "extra_blocks.**", "blocks.**"),
+    *("structure_module.pair_norm.**", "structure_module.attention.bias.**", "structure_module.attention.point_weight"),
+    *("heads.distogram.**", "heads.pae.**"),
+)
+"""Patterns of the parameters whose gradients are sums over the axis of what each rank finds."""
+
+AXIAL: Plan = {"": Style(partial=dict.fromkeys(_PARTIAL, (AXIS,)), messages=MESSAGES, wrap=_trained)}
+"""The plan of a model to be trained: `core.placement.style` of the whole."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +140,16 @@ def _bias(pair_bias: Callable[[Tensor], Tensor], how: How | None, z: Tensor) -> 
 
 def _block(block: EvoformerBlock, whole: Callable[..., Any], axis: DeviceMesh, m: Tensor, z: Tensor, *masks: Tensor):
     """m goes back to shards of sequences while the pairs are worked on, or, where they are told first, behind that."""
-    m, z = whole(m, z, *masks)
     if block.outer_first:
+        m, z = whole(m, z, *masks)
         return switch(m, 2, 1, z.shape[2], axis), z
-    returning: Switch = block.outer_product_mean.__dict__.pop("returning")
+    try:
+        _, z = whole(m, z, *masks)
+    finally:  # a checkpoint that has computed again what it needs leaves the block before its end
+        returning: Switch | None = block.outer_product_mean.__dict__.pop("returning", None)
+        if returning is not None:
+            returning.wait()
+    assert returning is not None
     return returning.finish(), z
 
 
@@ -350,18 +368,15 @@ def _settled(whole: Callable[..., bool], axis: DeviceMesh, last: Recycled | None
     return bool(all_reduce_max(torch.tensor(float(whole(last, now, mask)), device=mask.device), axis))
 
 
-def _extra(whole: Callable[[Features], Tensor], module: ExtraEmbedder, axis: DeviceMesh, features: Features) -> Tensor:
-    """This rank's sequences; without gradients no others are made."""
+def _extra(module: ExtraEmbedder, axis: DeviceMesh, features: Features) -> Tensor:
+    """This rank's sequences."""
     length = features.extra_msa_BEN.shape[1]
-    if torch.is_grad_enabled():
-        return split_to(whole(features), 1, axis)
     return _padded(module.sequences(features, shard_of(length, axis)), length, axis)
 
 
 def _embed_msa(whole: Callable[..., tuple[Tensor, Tensor]], axis: DeviceMesh, *given: Any) -> tuple[Tensor, Tensor]:
     m_BSND, mask_BSN = whole(*given)
-    mine = split_to(m_BSND, 1, axis)
-    return (mine if torch.is_grad_enabled() else mine.clone()), mask_BSN  # a view would keep the whole alive
+    return split_to(m_BSND, 1, axis).clone(), mask_BSN  # a view would keep the whole alive
 
 
 def _trunk(

@@ -1,14 +1,15 @@
 """`fold msa IN.fasta`: alignments of sequences with databases, as `fold predict --msa` and `fold train` take them.
 
 By jackhmmer, hhblits and MMseqs2, at the same time. Writes OUT/NAME/DATABASE.a3m. Where it is asked for, hhsearch then
-looks for templates, with the alignment of the first database: OUT/NAME/DATABASE.hhr. It does not need torch.
+looks for templates, with the alignment of the first database: OUT/NAME/DATABASE.hhr. With --ray the nodes of a cluster
+search. It does not need torch.
 """
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,8 +19,9 @@ from apps.fold.search import hhblits, jackhmmer, mmseqs
 from apps.fold.search.database import Database, open_database
 from apps.fold.search.hhsearch import Hhsearch, ProfileJob
 from apps.fold.search.hits import as_a3m, ranked
-from apps.fold.search.jobs import Search, SearchedDatabase, Searches, jobs_of
-from core.config import UserError, parse
+from apps.fold.search.jobs import SearchedDatabase, Searches, jobs_of
+from apps.fold.search.on_ray import Cluster, S
+from core.config import UserError, parse, size_in_bytes
 
 _HIT = "\nProbab="  # once for each hit of hhsearch
 
@@ -28,7 +30,7 @@ _HIT = "\nProbab="  # once for each hit of hhsearch
 class MsaConfig:
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("input", "databases", "hhblits_databases", "mmseqs_databases", "hhsearch_databases", "out", "shards"),
-        *("workers", "threads", "max_rows"),
+        *("workers", "threads", "ray", "max_rows"),
     )
 
     input: Path | None = None
@@ -48,9 +50,14 @@ class MsaConfig:
     """parts of each of jackhmmer's databases that are searched at once; hits are the same. They are copied into the
     cache"""
     workers: int | None = None
-    """searches at once, by whichever tools; by default one for each core"""
+    """searches at once, by whichever tools; by default one for each core, with --ray as many as nodes have room for"""
     threads: int = 1
     """of each search"""
+    ray: str | None = None
+    """search on the nodes of a Ray cluster: HOST:PORT of its head; --ray alone takes the cluster that this machine is a
+    node of, or starts Ray here for as long as it takes, as --ray local does always"""
+    memory: str = "2GiB"
+    """of each search, which Ray sets aside on a node, as it does --threads cores"""
     e_value: float = 1e-4
     """of jackhmmer and MMseqs2"""
     hhblits_e_value: float = 1e-3
@@ -79,6 +86,7 @@ class MsaConfig:
         for name in ("e_value", "hhblits_e_value", "sensitivity"):
             if getattr(self, name) <= 0:
                 raise UserError(f"{name}={getattr(self, name)}; give a positive number")
+        size_in_bytes(self.memory, "memory")
 
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
@@ -88,12 +96,26 @@ class MsaConfig:
             "hhsearch_databases": ("hhsearch",),
             "mmseqs_databases": ("mmseqs", "sensitivity"),
         }
-        return {
+        unread = {
             name: f"without --{databases.replace('_', '-')}; give those, too"
             for databases, names in given.items()
             if not getattr(self, databases)
             for name in names
-        } | ({} if self.databases or self.mmseqs_databases else {"e_value": "of jackhmmer and MMseqs2, without theirs"})
+        }
+        if not self.databases and not self.mmseqs_databases:
+            unread["e_value"] = "of jackhmmer and MMseqs2, without theirs"
+        if self.ray is None:
+            unread["memory"] = "is what Ray sets aside; give --ray, too"
+        return unread
+
+    def absolute(self) -> "MsaConfig":
+        """The same, with paths that mean the same in a process that began elsewhere."""
+        many = ("databases", "hhblits_databases", "mmseqs_databases", "hhsearch_databases")
+        found = {name: tuple(path.absolute() for path in getattr(self, name)) for name in many}
+        programs = ("jackhmmer", "hhblits", "hhsearch", "mmseqs")
+        given = {name: getattr(self, name) for name in programs if os.sep in getattr(self, name)}
+        programs_there = {name: os.path.abspath(program) for name, program in given.items()}
+        return replace(self, cache=self.cache.absolute(), **found, **programs_there)
 
 
 def main(argv: list[str]) -> int:
@@ -105,12 +127,20 @@ def main(argv: list[str]) -> int:
             "--hhblits-databases PREFIX … or --mmseqs-databases UNIREF.fasta …"
             + (" (hhsearch begins with an alignment)" if config.hhsearch_databases else "")
         )
-    records, refused = read_fasta(config.input, proteins=config.proteins)
+    if config.ray is None:
+        return _aligned_all(config, config.input, None)
+    memory = size_in_bytes(config.memory, "--memory")
+    with Cluster(config.ray, config.threads, memory, config.workers) as cluster:
+        return _aligned_all(config.absolute(), config.input, cluster)
+
+
+def _aligned_all(config: MsaConfig, given: Path, cluster: Cluster | None) -> int:
+    records, refused = read_fasta(given, proteins=config.proteins)
     for one in refused:
-        print(f"error: {config.input}, {one}", file=sys.stderr)
+        print(f"error: {given}, {one}", file=sys.stderr)
     records = alone(records)
     sources, searches, structures = _sources(config), Searches(config.cache), _structures(config)
-    failed = _run(searches, jobs_of([record.sequence for record in records], sources), config, "searching")
+    failed = _run(searches, jobs_of([record.sequence for record in records], sources), config, cluster, "searching")
     wrong = {job.sequence: reason for job, reason in failed.items()}
     found = {}
     for record in records:
@@ -119,13 +149,10 @@ def main(argv: list[str]) -> int:
     profiles = {s: [ProfileJob(s, rows[0].a3m, *one) for one in structures] for s, rows in found.items()}
     if structures:
         jobs = [job for of_sequence in profiles.values() for job in of_sequence]
-        wrong |= {job.sequence: reason for job, reason in _run(searches, jobs, config, "templates").items()}
+        wrong |= {job.sequence: reason for job, reason in _run(searches, jobs, config, cluster, "templates").items()}
     for record in records:
         if record.sequence in wrong:
-            print(
-                f"error: {config.input}, record {record.number} ({record.name}): {wrong[record.sequence]}",
-                file=sys.stderr,
-            )
+            print(f"error: {given}, record {record.number} ({record.name}): {wrong[record.sequence]}", file=sys.stderr)
         if record.sequence in found:
             kept = [job for job in profiles[record.sequence] if record.sequence not in wrong]
             _write(config.out / record.safe_name, record, found[record.sequence], searches, kept)
@@ -171,10 +198,7 @@ def _check_names(files: list[Path], prefixes: list[Path]) -> None:
             raise UserError(f"two databases are called {name} ({path}); rename one of them")
 
 
-S = TypeVar("S", bound=Search)
-
-
-def _run(searches: Searches, jobs: list[S], config: MsaConfig, what: str) -> dict[S, str]:
+def _run(searches: Searches, jobs: list[S], config: MsaConfig, cluster: Cluster | None, what: str) -> dict[S, str]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(soft_wrap=True, highlight=False), transient=True) as progress:
         task = progress.add_task(what, total=len(jobs))
@@ -185,7 +209,10 @@ def _run(searches: Searches, jobs: list[S], config: MsaConfig, what: str) -> dic
             kept += was_there
             progress.advance(task)
 
-        failed = searches.run(jobs, config.workers or os.cpu_count() or 1, done)
+        if cluster is None:
+            failed = searches.run(jobs, config.workers or os.cpu_count() or 1, done)
+        else:
+            failed = searches.run_on(cluster.machines(searches, progress.console.print), jobs, done)
     kind = "searches" if what == "searching" else "searches for templates"
     print(f"{len(jobs) - kept} {kind} run, {kept} known from before")
     return failed

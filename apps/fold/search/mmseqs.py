@@ -34,6 +34,12 @@ class Mmseqs:
     def depends_on(self) -> dict[str, Any]:
         return {"version": self.version, "e_value": self.e_value, "sensitivity": self.sensitivity}
 
+    def installed(self) -> str:
+        return version(self.program)
+
+    def opened(self, database: Database, cache: Path) -> Database:
+        return open_mmseqs(database.path, self.program, cache, database.name)
+
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
         """Raises UserError with the last that the program said, where it fails."""
         with tempfile.TemporaryDirectory(prefix="mmseqs-", dir=scratch) as folder:

@@ -1,6 +1,7 @@
 """Running a search tool: whether it is there, what it says, and what it says when it fails."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 
 from core.config import UserError
 
+# SIGKILL and SIGTERM: of the process between us and the tool, and of the tool as that process and a shell tell of it.
+_KILLED = (-9, -15, 137, 143)
+_STAGE_KILLED = re.compile(r"^(.*: line \d+: +\d+ )?(Killed|Terminated)\b", re.MULTILINE)  # a shell's word for it
 # What stands between us and a tool, as a process of its own: it ends the tool, and all that the tool began, as soon as
 # nobody holds the other end of its standard input any more, which the system lets go of however we end.
 _LEASH = """
@@ -35,6 +39,10 @@ sys.exit(code if code >= 0 else 128 - code)
 """
 
 
+class Killed(UserError):
+    """A search was ended from outside, by a signal or for want of memory: begun again, it may well succeed."""
+
+
 def found(program: str, install: str) -> str:
     """The program.  Raises UserError, with how to install it, where it is not on the PATH."""
     if shutil.which(program) is None:
@@ -51,7 +59,7 @@ def said_by(arguments: Sequence[str]) -> list[str]:
 
 
 def run(arguments: Sequence[str | Path], on: object) -> None:
-    """Run a search to its end.  Raises UserError with the last that it said, where it fails.
+    """Run a search to its end.  Raises UserError with the last that it said, where it fails; Killed where it was ended.
 
     The search, and what it began itself (stages of mmseqs), ends when this process does, however that ends.
     """
@@ -64,4 +72,5 @@ def run(arguments: Sequence[str | Path], on: object) -> None:
         os.close(held)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-200:]
-        raise UserError(f"{arguments[0]} failed on {on} (exit code {done.returncode}): {said}")
+        kind = Killed if done.returncode in _KILLED or _STAGE_KILLED.search(done.stderr) else UserError
+        raise kind(f"{arguments[0]} failed on {on} (exit code {done.returncode}): {said}")

@@ -5,9 +5,11 @@ from importlib.util import find_spec
 import pytest
 
 from apps.fold.__main__ import APP
+from apps.fold.search import on_ray
 from apps.fold.toy import DEMO_WEIGHTS, STRUCTURES
 from apps.fold.training.config import _OWN_MODELS
 from apps.fold.training.plan import FoldTrainPlanConfig, without_effect
+from tests.support.fake_ray import FakeRay
 from tests.support.fold import GOLDEN, one_block
 from tests.support.options import TRAINING, Probe
 
@@ -19,7 +21,7 @@ COMMANDS = {
         *("--length 60", "--length 60 --nproc 2", "--length 60 --device cpu --memory 4GiB"),
         "--recipe debug --data.crop 12 --num-recycles 0 --max-msa 1 --max-extra-msa 1",
     ],
-    "msa": ["OUT/in.fasta --databases OUT/db.fasta --out OUT/out"],
+    "msa": [f"OUT/in.fasta --databases OUT/db.fasta --out OUT/out{more}" for more in ("", " --ray local")],
     "train": ["--recipe debug --steps 1 --out OUT/run --device cpu --optim.schedule.warmup-steps 0"],
     "relax": [f"{STRUCTURES}/1ejg.pdb --out OUT/out --method {method}" for method in _METHODS],
     "evaluate": [f"--predicted {STRUCTURES}/1ejg.pdb --reference {STRUCTURES}/1ejg.pdb"],
@@ -29,7 +31,7 @@ COMMANDS = {
 """command -> words of each of its modes"""
 # Read, as part of what is handed on, by runs that have no use for them.
 ALSO = {"predict": ["max_template_date"], "train": ["data.max_template_date"]}
-VALUES = TRAINING | {"max_template_date": "2018-04-30", "data.max_template_date": "2018-04-30"}
+VALUES = TRAINING | {"max_template_date": "2018-04-30", "data.max_template_date": "2018-04-30", "memory": "3GiB"}
 
 VALUES_ALONE = ["compile", "optim.lr", "optim.betas", "optim.eps", "optim.weight_decay"]
 """Options that a plan of training hands to what it runs, and that its figures are the same without."""
@@ -39,6 +41,7 @@ VALUES_ALONE = ["compile", "optim.lr", "optim.betas", "optim.eps", "optim.weight
 def test_an_option_is_obeyed_or_refused(command, mode, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(_OWN_MODELS, "debug", one_block)
+    monkeypatch.setattr(on_ray, "find_ray", lambda: FakeRay({"a": {"CPU": 2.0, "memory": 8e9}}))
     (tmp_path / "in.fasta").write_text(f">one\n{SEQUENCE}\n")
     (tmp_path / "out" / "one").mkdir(parents=True)
     (tmp_path / "db.fasta").write_text(f">a\n{SEQUENCE}\n>b\n{SEQUENCE[::-1]}\n")

@@ -20,7 +20,7 @@ from apps.fold.search.hhblits import rows_of
 from apps.fold.search.hits import Hit, aligned_row, ranked
 from apps.fold.search.jackhmmer import Jackhmmer, _a3m
 from apps.fold.search.jobs import SearchedDatabase, Searches, jobs_of
-from apps.fold.search.program import run
+from apps.fold.search.program import Killed, run
 from core.config import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -164,6 +164,23 @@ def test_what_a_tool_says_need_not_be_text(tmp_path: Path) -> None:
     run(["sh", "-c", r"printf 'Processing entry: \357\314'"], "db")
     with pytest.raises(UserError, match=r"sh failed on db \(exit code 3\): at \S+ of it"):
         run(["sh", "-c", r"printf 'at \357 of it' >&2; exit 3"], "db")
+
+
+@pytest.mark.parametrize(
+    ("script", "killed"),
+    [
+        ("kill -9 $$", True),
+        ("kill -15 $$", True),
+        ("kill -9 $PPID; sleep 9", True),  # what stands between us and the tool
+        ("sh -c 'kill -9 $$'; echo 'a stage died'; exit 1", True),  # as mmseqs, a script whose stages are programs
+        ("kill -11 $$", False),  # it would crash again
+        ("echo Killed; exit 1", False),
+    ],
+)
+def test_a_tool_that_was_killed_is_told_from_one_that_failed(script: str, killed: bool) -> None:
+    with pytest.raises(UserError) as said:
+        run(["sh", "-c", script], "db")
+    assert isinstance(said.value, Killed) == killed
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
