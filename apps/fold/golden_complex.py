@@ -1,7 +1,8 @@
 """Features of a complex's golden run: the rows and the hidden letters that the original's network drew.
 
 The original draws them inside, from jax's key. So the key is tried: config.json's `seed`, or the first few, in both
-ways of counting that jax has had, with the rows drawn anew in each recycling iteration or once.
+ways of counting that jax has had, with the rows drawn anew in each recycling iteration or once. config.json's
+`compiled`, true where it is left out, says whether XLA fused operations of the run (golden_rounding.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,8 @@ def possible_draws(one: Complex, config: MultimerConfig, described: Mapping[str,
     for number in range(_SEEDS) if seed is None else [seed]:
         for partitionable in (True, False):
             for anew in (False, True) if config.num_recycles else (False,):
-                yield _iterations(one, config, JaxNumbers(partitionable), number, anew)
+                found = _iterations(one, config, JaxNumbers(partitionable), number, anew)
+                yield [_as_rounded(features, one) for features in found] if described.get("compiled", True) else found
 
 
 def _iterations(one: Complex, config: MultimerConfig, jax: JaxNumbers, seed: int, anew: bool) -> list[Features]:
@@ -72,7 +74,7 @@ def _iterations(one: Complex, config: MultimerConfig, jax: JaxNumbers, seed: int
             key, used = jax.split(key)
         if anew or not found:
             drawn = _drawn(one, config, jax, jax.split(used)[1])
-            found.append(_as_rounded(features_of_complex(one, drawn, config), one))
+            found.append(features_of_complex(one, drawn, config))
         else:
             found.append(found[0])
     return found

@@ -4,7 +4,7 @@ The network is told the unit vector from each residue to each, in the first one'
 that of R^T p + R^T (-p), divided by at least 1e-6. The original's compiler (XLA on a CPU) fuses products and sums of
 the two terms in different orders, so what is left is rounding, of length 1 in the end. Here the same is computed in
 fp32, operation by operation, in the orders that were found from a golden run, so that such runs can be compared;
-predictions have 0 there.
+predictions have 0 there, as the original has where it runs operation by operation.
 
 Shapes: T templates, N residues.
 """

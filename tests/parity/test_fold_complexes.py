@@ -15,6 +15,7 @@ from apps.fold.model.config import MultimerConfig, tiny_multimer
 from apps.fold.model.features import Features
 from apps.fold.model.folding import Folding
 from apps.fold.model.multimer import Multimer
+from apps.fold.plan import main as plan
 from apps.fold.predict import main
 from apps.fold.shares import plan_shares, rank_bytes
 from apps.fold.subbatch import HEADS, FoldJob, How
@@ -46,8 +47,8 @@ def _model(config: MultimerConfig, dtype: torch.dtype = torch.float64) -> Multim
     return model
 
 
-def _features(config: MultimerConfig, dtype: torch.dtype = torch.float64) -> Features:
-    return features_of(CHAINS, config).to("cpu", dtype)
+def _features(config: MultimerConfig, dtype: torch.dtype = torch.float64, names: str = CHAINS) -> Features:
+    return features_of(names, config).to("cpu", dtype)
 
 
 def _chains(features: Features) -> torch.Tensor:
@@ -56,10 +57,10 @@ def _chains(features: Features) -> torch.Tensor:
 
 
 @cache
-def _single() -> tuple[list[Features], Folding, PairNumbers]:
+def _single(names: str) -> tuple[list[Features], Folding, PairNumbers]:
     """Features of all iterations, what one rank makes of them, and what the heads read."""
     config = _config()
-    features, model = [_features(config)] * (1 + config.num_recycles), _model(config)
+    features, model = [_features(config, names=names)] * (1 + config.num_recycles), _model(config)
     with torch.inference_mode():
         found = model.fold(features)
         N = found.pair_BNNZ.shape[1]
@@ -75,14 +76,14 @@ def _off(got: torch.Tensor | None, expected: torch.Tensor | None) -> float:
     return float((got - expected).abs().max() / max(1.0, float(expected.abs().max())))
 
 
-def _differences(axis, choices: dict[str, How]) -> dict[str, float]:
-    features, expected, scores = _single()
+def _differences(axis, choices: dict[str, How], names: str = CHAINS) -> dict[str, float]:
+    features, expected, scores = _single(names)
     sharded = shard_evoformer(_model(_config()), axis, choices)
     with torch.inference_mode():
         got = sharded.fold(features)
         read = read_shards(sharded.heads, got.pair_BNNZ, features[0].mask_BN, axis, How("rows", 2),
                            chains_N=_chains(features[0]))  # fmt: skip
-    mine = shard_of(19, axis)
+    mine = shard_of(expected.pair_BNNZ.shape[1], axis)
     return {
         "positions": _off(got.positions_BN373, expected.positions_BN373),
         "msa": _off(got.msa_BSND, expected.msa_BSND),
@@ -121,7 +122,7 @@ def _without_each(size: int) -> list[float]:
     found = []
     for module, collective in _COLLECTIVES:
         with removed(module, collective):
-            values = torch.tensor(list(_differences(axis, {}).values()))
+            values = torch.tensor(list(_differences(axis, {}, "AB").values()))  # of 12 residues
             found.append(float(values.nan_to_num(torch.inf).max()))
     return found
 
@@ -179,3 +180,12 @@ def test_predict_over_ranks_writes_what_one_process_does(ranks, tmp_path: Path) 
     assert rows[0] == rows[1]
     pae = [np.load(tmp_path / out / "pair" / "rank_1_pae.npz")["pae"].astype(float) for out in ("one", "ranks")]
     assert np.abs(pae[0] - pae[1]).max() < 1e-3
+
+
+def test_plan_tells_what_a_rank_takes_of_a_complex(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_folder(tmp_path / "weights", _config(), random_parameters(_config()))
+    sizes = ("--length", "60", "--nproc", "3", "--memory", "1GiB", "--device", "cpu")
+    assert plan(["--model", str(tmp_path / "weights"), *sizes]) == 0
+    said = capsys.readouterr().out
+    assert "template_embedder.pairs" in said
+    assert "predicted peak of a rank" in said

@@ -19,6 +19,7 @@ from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -54,8 +55,8 @@ RUNS = {
     "multimer_v1_3": Run("model_1_multimer", "ABA"),
     "multimer_v2_2": Run("model_4_multimer_v2", "AB"),
     "multimer_v2_3": Run("model_1_multimer_v2", "ABC"),
-    "multimer_v3_2": Run("model_1_multimer_v3", "AB", 2),
-    "multimer_v3_3": Run("model_5_multimer_v3", "AAB"),
+    "multimer_v3_2": Run("model_1_multimer_v3", "AB"),
+    "multimer_v3_3": Run("model_5_multimer_v3", "AAB", 2),
 }
 
 
@@ -100,7 +101,7 @@ def batch_of(run: Run) -> dict[str, np.ndarray]:
 
 
 def small(preset: str, recycles: int) -> Any:
-    """The original's configuration at the smallest widths that tell dims apart."""
+    """The original's configuration at small widths; that of single representations is the structure module's."""
     config = import_module("alphafold.model.config").model_config(preset).model
     config.num_recycle = recycles
     embedding, heads = config.embeddings_and_evoformer, config.heads
@@ -108,7 +109,7 @@ def small(preset: str, recycles: int) -> Any:
     with config.unlocked():
         config.global_config.update({"bfloat16": False, "zero_init": False, "subbatch_size": 64})
         embedding.update({"evoformer_num_block": 1, "extra_msa_stack_num_block": 1, "num_msa": _ROWS})
-        embedding.update({"num_extra_msa": _EXTRA, "msa_channel": 8, "pair_channel": 6, "seq_channel": 10})
+        embedding.update({"num_extra_msa": _EXTRA, "msa_channel": 8, "pair_channel": 6, "seq_channel": 8})
         embedding.extra_msa_channel = 4
         for part, widths in ((embedding.evoformer, (2, 4)), (template.template_pair_stack, (1, 4))):
             for name, module in part.items():
@@ -155,17 +156,19 @@ def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     hk, jax, jnp = map(import_module, ("haiku", "jax", "jax.numpy"))
     confidence, model = map(import_module, ("alphafold.common.confidence", "alphafold.model.modules_multimer"))
     config, batch, clip = small(run.preset, run.recycles), batch_of(run), jnp.clip
-    jnp.clip = lambda x, a_min=None, a_max=None: clip(x, a_min, a_max)  # the names that jax had for them
+    as_before = patch.object(jnp, "clip", lambda x, a_min=None, a_max=None: clip(x, a_min, a_max))  # jax's names then
 
     def forward(features: dict[str, Any]) -> Any:
         return model.AlphaFold(config)(features, is_training=False, return_representations=True)
 
     transformed, shape = hk.transform(forward), (len(batch["aatype"]), 37)
     nothing = {"all_atom_positions": np.zeros((*shape, 3), np.float32), "all_atom_mask": np.zeros(shape, np.float32)}
-    key, features = jax.random.PRNGKey(SEED), batch | nothing  # which is not looked at
-    parameters = drawn(jax.eval_shape(transformed.init, key, features))
-    with jax.disable_jit():
-        result = transformed.apply(parameters, key, features)
+    key = jax.random.PRNGKey(SEED)
+    features = {name: jnp.asarray(array) for name, array in (batch | nothing).items()}  # nothing is not looked at
+    with as_before:
+        parameters = drawn(jax.eval_shape(transformed.init, key, features))
+        with jax.disable_jit():
+            result = transformed.apply(parameters, key, features)
     out = {f"representations/{name}": result["representations"][name] for name in
            ("single", "pair", "msa", "msa_first_row", "structure_module")}  # fmt: skip
     structure = result["structure_module"]
@@ -177,7 +180,7 @@ def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     out["ptm"] = confidence.predicted_tm_score(logits, breaks)
     out["iptm"] = confidence.predicted_tm_score(logits, breaks, asym_id=asym_id, interface=True)
     out["plddt"] = confidence.compute_plddt(np.asarray(result["predicted_lddt"]["logits"]))
-    out["num_recycles"] = np.atleast_1d(np.asarray(result["num_recycles"]))
+    out["num_recycles"] = result["num_recycles"]
     flat = {f"{scope}//{leaf}": array for scope, leaves in parameters.items() for leaf, array in leaves.items()}
     return batch, flat, {name: np.asarray(array) for name, array in out.items()}
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from apps.fold.features.complexes import assemble
-from apps.fold.features.sampling import draw_rows, features_of_complex
+from apps.fold.features.sampling import Complex, draw_rows, features_of_complex
 from apps.fold.golden import COMPLEX_OUTPUTS, compare, examine
+from apps.fold.golden_complex import complex_of
 from apps.fold.jax_numbers import JaxNumbers, threefry
 from apps.fold.model.config import MULTIMER_PRESETS, MultimerConfig, multimer_preset
 from apps.fold.model.folding import Recycled
+from apps.fold.model.heads import chain_tm_scores, plddt, predicted_tm_score
 from apps.fold.model.multimer import Multimer
 from apps.fold.predict import job_of
 from apps.fold.subbatch import HEADS, FoldJob, apply_subbatches
@@ -26,6 +28,8 @@ from apps.fold.weights.table import name_table
 from core.config import UserError
 from tests.support.fold import GOLDEN, MULTIMER_GOLDEN
 from tests.support.original_complex import chains
+from tests.support.original_multimer import RUNS
+from tests.support.original_multimer import given as given_chains
 
 # Of each part that only models of complexes have, a key of params.npz.
 MATRICES = (
@@ -37,6 +41,8 @@ MATRICES = (
     "k_point_projection/point_projection//weights",
     "quat_rigid/rigid//weights",
 )
+ORIGINALS = GOLDEN.parent
+COMMITTED = ("multimer_v1_3", "multimer_v2_2", "multimer_v3_3")  # of tests/support/original_multimer.py's
 SEED = 1  # of the run's key: others need not be tried
 OF_VERSION_2 = {"left_norm_input": "layer_norm_input", "center_norm": "center_layer_norm"}
 
@@ -195,3 +201,38 @@ def test_jax_s_numbers() -> None:
         assert np.array_equal(numbers[:2, :3], one.uniform(one.key(3), (2, 3)))
         assert (numbers >= 0).all()
         assert (numbers < 1).all()
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_all_versions_compute_as_the_original_of_two_and_three_chains(name: str) -> None:
+    found = examine(ORIGINALS / name)
+    assert set(found) == set(COMPLEX_OUTPUTS)
+    assert all(one.well for one in found.values()), found
+    assert found["num_recycles"].difference == 0
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_their_features_are_the_original_s_to_the_bit(name: str) -> None:
+    with np.load(ORIGINALS / name / "batch.npz") as file:
+        theirs = dict(file)
+    chains_of = given_chains()
+    one = assemble([chains_of[letter] for letter in RUNS[name].chains], 4).complex
+    ours = complex_of(theirs)
+    for field in fields(Complex):
+        mine, other = getattr(one, field.name), getattr(ours, field.name)
+        assert mine.dtype == other.dtype, field.name
+        assert np.array_equal(mine, other), field.name
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_their_scores_are_the_original_s(name: str) -> None:
+    with np.load(ORIGINALS / name / "out.npz") as file:
+        out = {key: torch.from_numpy(file[key]) for key in ("predicted_aligned_error/logits", "predicted_lddt/logits")}
+        expected = {key: file[key] for key in ("ptm", "iptm", "plddt")}
+    with np.load(ORIGINALS / name / "batch.npz") as file:
+        chains_N = torch.from_numpy(file["asym_id"].astype(np.int64)) - 1
+    logits = out["predicted_aligned_error/logits"].double()
+    across, _ = chain_tm_scores(logits, chains_N, chains_N)
+    assert float(predicted_tm_score(logits, torch.ones(len(chains_N)))) == pytest.approx(expected["ptm"], rel=1e-5)
+    assert float(across.max()) == pytest.approx(expected["iptm"], rel=1e-5)
+    assert np.abs(plddt(out["predicted_lddt/logits"]).numpy() - expected["plddt"]).max() < 1e-4
