@@ -2,7 +2,9 @@
 
     fetch    a chunk's values come from the file into a *place* of the host, and from there to the device
     update   masters and state come into a place, the optimizer steps over them there, and the place goes to the chunk's
-             other slot; the next chunk is read meanwhile, and the one before it written
+             other slot; the next chunk is read meanwhile, and the one before it written. Where nothing stands between a
+           gradient and its update (no clipping, no loss scale), another thread does so as gradients become final,
+           beside the backward; the step takes those slots at its end, or, where it is skipped, leaves them
     commit   what lives in memory is written too; when all is on the disk a record says which slots hold the step
 
 There are `PLACES` places, each as large as the largest slot, made once: all that the host has of chunks on the disk
@@ -17,8 +19,10 @@ by turn: with several ranks one may have the step that another has not come to.
 import mmap
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +59,10 @@ class _Write(NamedTuple):
 class Disk:
     """folder     of this rank, which the process holds
     pinned     whether a GPU copies from the places by itself
+    early      chunks whose update has begun before the step's end -> what says when it is over
+
+    Two threads take places while updates run beside the backward: that which updates at most two at once, that which
+    fetches one. So there is always one that is free, is being written, or holds what was only read ahead.
     """
 
     def __init__(self, folder: Folder, pinned: bool, optimizer: torch.optim.Optimizer):
@@ -73,6 +81,12 @@ class Disk:
         self._writes: deque[_Write] = deque()
         self._reads: dict[Chunk, _Read] = {}  # of whole slots
         self._ahead: dict[Chunk, _Read] = {}  # of values
+        self.early: dict[Chunk, Future[None]] = {}
+        self._coming: deque[Chunk] = deque()  # those of them that have not been read
+        self._before: dict[Chunk, dict[str, dict[str, Any]]] = {}  # numbers of their optimizer's state
+        self._returned: set[Chunk] = set()  # whose gradients were not final, though they were taken for it
+        self._updater = ThreadPoolExecutor(1, thread_name_prefix="updates")
+        self._lock = RLock()  # of places and of what is under way
         self._end = 0
 
     @property
@@ -162,18 +176,20 @@ class Disk:
 
     def _place(self) -> Tensor:
         """A place that nobody uses; waits for the earliest write where there is none."""
-        if not self._free and self._writes:
-            self._land()
-        if not self._free:  # what was read ahead is not needed now
-            self._free.append(_waited(self._ahead.pop(next(iter(self._ahead)))))
-        return self._free.pop()
+        with self._lock:
+            if not self._free and self._writes:
+                self._land()
+            if not self._free:  # what was read ahead is not needed now
+                self._free.append(_waited(self._ahead.pop(next(iter(self._ahead)))))
+            return self._free.pop()
 
     def _read(self, chunk: Chunk, whole: bool) -> _Read:
         """Begin to read the latest slot of a chunk: what an update reads, or what fills its buffer."""
         slots = self.slots[chunk]
         wanted = slots.updated if whole else [slots.fetched]
-        while any(write.slots is slots for write in self._writes):
-            self._land()
+        with self._lock:
+            while any(write.slots is slots for write in self._writes):
+                self._land()
         place, sums = self._place(), slots.checksums[slots.latest]
         transfers = [
             self.file.read(slots.offset(slots.latest) + region.begin, place[region.begin : region.end], sums[index])
@@ -219,7 +235,9 @@ class Disk:
     @contextmanager
     def values(self, chunk: Chunk) -> Iterator[Tensor]:
         """What fills a chunk's buffer [own], for the length of the block; what is fetched next is read behind it."""
-        read = self._ahead.pop(chunk, None) or self._read(chunk, whole=False)
+        self.reopen(chunk)
+        with self._lock:
+            read = self._ahead.pop(chunk, None) or self._read(chunk, whole=False)
         self._in_use(chunk, read)
         try:
             yield self.slots[chunk].fetched_values(read.place)
@@ -237,8 +255,11 @@ class Disk:
         return self.order[self._cursor] if self._cursor < len(self.order) else None
 
     def _read_ahead(self, chunk: Chunk | None) -> None:
-        if chunk is not None and self._free and not self._ahead and not chunk.is_filled and not self._writes:
-            self._ahead[chunk] = self._read(chunk, whole=False)
+        with self._lock:
+            if chunk is None or chunk.is_filled or chunk in self.early:
+                return
+            if self._free and not self._ahead and not self._writes:
+                self._ahead[chunk] = self._read(chunk, whole=False)
 
     def follow(self, chunks: Sequence[Chunk], planned: Chunking) -> None:
         """Let the chunks live where the plan says, and read ahead in its order."""
@@ -279,6 +300,76 @@ class Disk:
         self._writes.append(_Write(slots, slots.latest, read.place, self._write(slots, slots.latest, read.place)))
         self.touched.add(chunk)
         self._look(chunk)
+
+    # --- updates before the step's end --------------------------------------------------------------------------------
+
+    def may_begin(self, chunk: Chunk) -> bool:
+        """Return whether an update of the chunk can begin and yet be given up.
+
+        It can be where its latest slot is the durable one: that stays as it is, and the update fills the other.
+        """
+        slots = self.slots[chunk]
+        is_kept = slots.latest == slots.durable
+        return chunk in self.away and is_kept and chunk not in self.early and chunk not in self._returned
+
+    def begin_update(self, chunk: Chunk, step: Callable[[], None]) -> None:
+        """Let another thread update a chunk of which all gradients are final.
+
+        step  updates its masters and state, which are at hand meanwhile
+        """
+        self._before[chunk] = self.slots[chunk].numbers
+        self._coming.append(chunk)
+        self.early[chunk] = self._updater.submit(self._update, chunk, step)
+
+    def _update(self, chunk: Chunk, step: Callable[[], None]) -> None:
+        slots = self.slots[chunk]
+        with self._lock:
+            self._coming.popleft()
+            read = self._reads.pop(chunk, None) or self._read(chunk, whole=True)
+        self._in_use(chunk, read)
+        with self._lock:
+            if self._coming and self._free:
+                self._reads[self._coming[0]] = self._read(self._coming[0], whole=True)
+        slots.point(read.place)
+        try:
+            step()
+            slots.settle_state()
+        except BaseException:
+            self._free.append(read.place)
+            self._look(chunk)
+            raise
+        with self._lock:
+            slot = slots.writes_to
+            self._writes.append(_Write(slots, slot, read.place, self._write(slots, slot, read.place)))
+        self._look(chunk)
+
+    def wait(self) -> None:
+        """Return when no update runs beside this thread."""
+        wait(self.early.values())
+
+    def accept(self, chunk: Chunk) -> None:
+        """The step takes place: the chunk is what its early update has made of it.  Raises what went wrong there."""
+        self.early.pop(chunk).result()
+        del self._before[chunk]
+        slots = self.slots[chunk]
+        slots.latest = slots.writes_to
+        self.touched.add(chunk)
+        self._look(chunk)
+
+    def reopen(self, chunk: Chunk) -> None:
+        """The chunk's gradients change, or its old values are asked for: an update that has begun does not count."""
+        if chunk in self.early:
+            self._returned.add(chunk)
+            self._give_up(chunk)
+
+    def give_up(self) -> None:
+        """The step does not take place."""
+        for chunk in list(self.early):
+            self._give_up(chunk)
+
+    def _give_up(self, chunk: Chunk) -> None:
+        wait([self.early.pop(chunk)])
+        self.slots[chunk].set_numbers(self._before.pop(chunk))
 
     def _in_use(self, chunk: Chunk, read: _Read) -> None:
         """Return when it is read.  Raises UserError for bytes that are not those that were written."""
@@ -369,6 +460,8 @@ class Disk:
                     read.wait()
                 for part in stored.parts:
                     tensors[part.name, part.key].copy_(part.of(place))
+                self.file.sync_maps()  # what was copied through the map leaves memory again
+                self.forget()
             for slots in self.slots.values():
                 slots.set_numbers(generation.numbers)
         except Damaged as damage:
@@ -377,6 +470,7 @@ class Disk:
             file.close()
 
     def close(self) -> None:
+        self._updater.shutdown()
         for transfers in [*(w.transfers for w in self._writes), *(r.transfers for r in self._ahead.values())]:
             for transfer in transfers:
                 transfer.wait()
