@@ -36,11 +36,11 @@ BYTES_PER_PARAMETER = 16
 
 
 def turn_of(shape: Shape, contender: str, folder: Path, num_steps: int, length: int) -> Turn:
-    """Device and host have a fifth and a half of the model data."""
+    """Device and host have a fifth and five eighths of the model data."""
     whole = BYTES_PER_PARAMETER * shape.num_parameters()
     disk = folder / contender.replace(" ", "-")
     disk.mkdir()
-    return Turn(contender, shape, 1, length, num_steps, whole // 5, disk=str(disk), host_bytes=whole // 2)
+    return Turn(contender, shape, 1, length, num_steps, whole // 5, disk=str(disk), host_bytes=5 * whole // 8)
 
 
 def beside_one_another(memory: Training, ours: Training, folder: Path, num_steps: int) -> list[Row]:

@@ -3,9 +3,10 @@
     fetch    a chunk's values come from the file into a *place* of the host, and from there to the device
     update   masters and state come into a place, the optimizer steps over them there, and the place goes to the chunk's
              other slot; the next chunk is read meanwhile, and the one before it written. Where nothing stands between a
-           gradient and its update (no clipping, no loss scale), another thread does so as gradients become final,
-           beside the backward; the step takes those slots at its end, or, where it is skipped, leaves them
-    commit   what lives in memory is written too; when all is on the disk a record says which slots hold the step
+             gradient and its update (no clipping, no loss scale), another thread does so as gradients become final,
+             beside the backward; the step takes those slots at its end, or, where it is skipped, leaves them
+    commit   what lives in memory is written too: where each step is made durable, as soon as it is updated. When all is
+             on the disk a record says which slots hold the step
 
 There are `PLACES` places, each as large as the largest slot, made once: all that the host has of chunks on the disk
 beside their gradients. Between its uses a chunk's masters and state are views of the mapped file, so that whoever
@@ -59,20 +60,22 @@ class _Write(NamedTuple):
 class Disk:
     """folder     of this rank, which the process holds
     pinned     whether a GPU copies from the places by itself
+    every      steps from one that is made durable to the next
     early      chunks whose update has begun before the step's end -> what says when it is over
 
     Two threads take places while updates run beside the backward: that which updates at most two at once, that which
     fetches one. So there is always one that is free, is being written, or holds what was only read ahead.
     """
 
-    def __init__(self, folder: Folder, pinned: bool, optimizer: torch.optim.Optimizer):
-        self.optimizer, self.pinned, self.folder = optimizer, pinned, folder
+    def __init__(self, folder: Folder, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
+        self.optimizer, self.pinned, self.folder, self.every = optimizer, pinned, folder, every
         self.file: DirectFile = self.folder.new_file()
         self.slots: dict[Chunk, Slots] = {}
         self.away: set[Chunk] = set()
         self.touched: set[Chunk] = set()  # since the last generation
         self.order: Sequence[Chunk] = ()  # in which those on the disk are fetched before the updates
         self._cursor = 0
+        self.copies_at_once = False  # of what lives in memory: the step is made durable, and so was the one before it
         self.updates = False  # values are being replaced: what is fetched next may be old still
         self._pages: mmap.mmap
         self._map: Tensor
@@ -146,10 +149,7 @@ class Disk:
     @torch.no_grad()
     def send(self, chunk: Chunk) -> None:
         """Let a chunk that lives in memory live on the disk."""
-        slots, place = self.slots[chunk], self._place()
-        slots.fill(place)
-        slots.latest = slots.writes_to
-        self._writes.append(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
+        self._copy(chunk)
         self._leave(chunk)
 
     @torch.no_grad()
@@ -228,7 +228,7 @@ class Disk:
         try:
             yield
         finally:
-            self.updates = False
+            self.updates = self.copies_at_once = False
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -282,6 +282,9 @@ class Disk:
         if chunk not in self.away:
             yield
             self.touched.add(chunk)
+            if self.copies_at_once:
+                self._copy(chunk)
+                self.touched.discard(chunk)
             return
         slots = self.slots[chunk]
         read = self._reads.pop(chunk, None) or self._read(chunk, whole=True)
@@ -390,19 +393,27 @@ class Disk:
 
         values  JSON-able, and `blob` is what else a run needs
         """
-        for chunk, slots in self.slots.items():
+        for chunk in self.slots:
             if chunk not in self.away and chunk in self.touched:
-                place = self._place()
-                slots.fill(place)
-                slots.latest = slots.writes_to
-                self._writes.append(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
+                self._copy(chunk)
         self.drain()
         self.file.sync()
         self.folder.record(Generation.of(step, run, self.file.path.name, self.slots.values(), dict(values), blob))
         for slots in self.slots.values():
             slots.durable = slots.latest
         self.touched.clear()
+        self.copies_at_once = self.every == 1
         self.forget()
+
+    def _copy(self, chunk: Chunk) -> None:
+        """Begin to write what lives in memory to the slot that no generation holds."""
+        slots = self.slots[chunk]
+        while any(write.slots is slots for write in self._writes):  # of a step that was not made durable
+            self._land()
+        place = self._place()
+        slots.fill(place)
+        slots.latest = slots.writes_to
+        self._writes.append(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
 
     def forget(self) -> None:
         """Let the page cache have nothing of the file: somebody may have looked at what lies there."""

@@ -24,6 +24,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import local
 from types import MethodType
 from typing import Any
 
@@ -65,8 +66,10 @@ class Gemini:
             optimizer.register_step_pre_hook(lambda *_: self.reduce())
             optimizer.register_step_post_hook(lambda *_: self._stepped())
         else:  # a step reads and writes one chunk after another: it is a step of each of them
-            self._own_step = vars(optimizer).get("step")
-            optimizer.step = MethodType(lambda _, closure=None: self._step(closure), optimizer)
+            self._own_step: Callable[..., Any] = optimizer.step
+            self._is_of_chunk = local()
+            parallel.stepping = self._stepping
+            optimizer.step = MethodType(lambda _, *given, **options: self._step(*given, **options), optimizer)
             optimizer.load_state_dict = _refuse_state
         optimizer.zero_grad = self.zero_grad
         parallel.model.zero_grad = self.zero_grad
@@ -168,27 +171,27 @@ class Gemini:
         """Bytes between host and device so far, both ways."""
         return self.parallel.tier.moved_bytes
 
-    def _step(self, closure: Callable[[], Any] | None) -> None:
+    def _step(self, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         """The optimizer's `step` where chunks lie on a disk."""
+        if vars(self._is_of_chunk):
+            self._own_step(closure, **options)
+            return
         if closure is not None:
             raise UserError("gemini.wrap: a step with a closure does not go with disk=; compute the loss before it")
         if follows_steps(self.optimizer):
             raise UserError("gemini.wrap: hooks at the optimizer's steps do not go with disk=: there is one a chunk")
         self.reduce()
-        with self._steps_of_chunks():
-            self.parallel.update(self.optimizer)
+        self.parallel.update(self.optimizer)
         self._stepped()
 
     @contextmanager
-    def _steps_of_chunks(self) -> Iterator[None]:
-        """Within, the optimizer's step is its own."""
-        given = vars(self.optimizer).pop("step")
-        if self._own_step is not None:
-            self.optimizer.step = self._own_step
+    def _stepping(self) -> Iterator[None]:
+        """Within, in this thread, the optimizer's step is its own."""
+        self._is_of_chunk.yes = True
         try:
             yield
         finally:
-            self.optimizer.step = given
+            del self._is_of_chunk.yes
 
     def _stepped(self) -> None:
         self.parallel.release()
@@ -224,8 +227,8 @@ def wrap(
 
     A KFAC is told of the model by `observe` as ever, before its step.
 
-    Raises UserError for a budget in which no step fits, for an optimizer whose state cannot be cut, for HessianFree, for
-    a folder that is no drive's or another's.
+    Raises UserError for a budget in which no step fits, for an optimizer whose state cannot be cut, for HessianFree,
+    and for a folder that is no drive's or another's.
     """
     if isinstance(optimizer, HessianFree):
         raise UserError(

@@ -10,7 +10,7 @@ rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -97,6 +97,7 @@ class GeminiReplicas(DataParallel):
         self._renewed: set[Chunk] = set()  # in this step's update
         self._final: list[Chunk] = []  # in this step's last backward, and their update has not begun
         self.executor: Executor | None = None
+        self.stepping: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds steps of single chunks
         self.folder = None if config.disk is None else self._open_folder(config.disk)
         try:
             self._spread(materialise)
@@ -368,7 +369,7 @@ class GeminiReplicas(DataParallel):
                 f"gemini.disk={self.config.disk} with {type(optimizer).__name__}: what follows or looks at whole steps "
                 "needs all masters at once; use another --optim.name"
             )
-        self.disk = Disk(folder, self.device.type == "cuda", optimizer)
+        self.disk = Disk(folder, self.device.type == "cuda", optimizer, self.config.durable_every)
         self.durable = DurableSteps(self.disk, folder.path.parent, self.config.durable_every)
         if self.host.budget_bytes is None:
             free = device_bytes("cpu", dist.get_world_size())
@@ -472,10 +473,14 @@ class GeminiReplicas(DataParallel):
 
     @property
     def _can_update_early(self) -> bool:
-        """Whether a chunk that is reduced can be updated by itself, and has a slot that is left if it is not to be."""
+        """Whether a chunk that is reduced can be updated by itself, and has a slot that is left if it is not to be.
+
+        Messages of another thread would come between those of this one; a rank that is alone sends none.
+        """
         partial_axes = {axis for row in self.table.values() for axis in row.partial}
         is_partial = any(axis_size(self.mesh, axis) > 1 for axis in partial_axes)
-        return self.disk is not None and steps_apart(self._optimizer) and not is_partial
+        is_quiet = self.mesh.size() == 1 or steps_apart(self._optimizer)
+        return self.disk is not None and is_quiet and not is_partial
 
     @contextmanager
     def updating_early(self) -> Iterator[None]:
@@ -501,7 +506,8 @@ class GeminiReplicas(DataParallel):
         """The optimizer's step of a chunk whose masters are at hand, in the thread of updates."""
         for member in chunk.members:
             member.master.grad = chunk.own_grad(member)
-        step_over(self._optimizer, [member.master for member in chunk.members])
+        with self.stepping():
+            step_over(self._optimizer, [member.master for member in chunk.members])
         with torch.no_grad():
             chunk.refresh()
 
@@ -537,7 +543,7 @@ class GeminiReplicas(DataParallel):
             return
         gauge, executor.gauge = executor.gauge, None  # an optimizer's step is of no moment that is measured
         self._final.clear()
-        with nullcontext() if disk is None else disk.updating():
+        with nullcontext() if disk is None else disk.updating(), self.stepping():
             self._update_chunks(optimizer, executor, self._updated_in_order(planned))
         executor.gauge = gauge
 

@@ -415,7 +415,7 @@ def test_a_plan_knows_of_updates_beside_the_backward(opened) -> None:
 # --- a loop of one's own ----------------------------------------------------------------------------------------------
 
 
-def wrapped(folder: Path, host: int | str = "200KB", budget: int | str = 30_000) -> Callable[..., Any]:
+def wrapped(folder: Path, host: int | str = "130KB", budget: int | str = 30_000) -> Callable[..., Any]:
     def train_from(steps: int, make: Callable[[], Any] = Net, early: bool = False) -> Any:
         torch.manual_seed(0)
         model = make()
@@ -452,8 +452,7 @@ def test_a_loop_of_ones_own_stops_and_goes_on(tmp_path: Path, begun: list[str], 
     assert away > 0
     assert losses + more == expected.losses
     assert all(torch.equal(values[name], value) for name, value in expected.values.items())
-    assert "accept" in begun
-    assert ("_give_up" in begun) == bool(recompute)
+    assert ("accept" in begun) != ("_give_up" in begun) == bool(recompute)
 
 
 def test_what_a_loop_with_a_disk_refuses(tmp_path: Path) -> None:
