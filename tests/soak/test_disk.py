@@ -34,19 +34,22 @@ def test_random_plans_are_bit_equal_to_no_offload_and_in_their_budgets(tmp_path:
     assert found["on disk"] > count // 3
     assert found["on disk whole"] > 0
     assert found["on device too"] > 0
+    assert found["updated early"] > 0
     assert found["parts"] > 1.2 * count
     assert found.get("cached pages", 0) == 0
 
 
-def test_many_kills(tmp_path: Path) -> None:
-    found = told_by(tmp_path, os.environ.get("DISK_KILLS", "200"))
+@pytest.mark.parametrize("early", [(), ("early",)], ids=["late", "early"])
+def test_many_kills(tmp_path: Path, early: tuple[str, ...]) -> None:
+    found = told_by(tmp_path, int(os.environ.get("DISK_KILLS", "200")) // 2, len(early), *early)
     assert found["wrong"] == 0
     assert len(set(found["from_step"])) > 1
 
 
+@pytest.mark.parametrize("early", [(), ("early",)], ids=["late", "early"])
 @pytest.mark.parametrize("fault", ["EIO", "ENOSPC", "short"])
-def test_a_fault_at_every_call(tmp_path: Path, fault: str) -> None:
-    found = told_by(tmp_path, fault)
+def test_a_fault_at_every_call(tmp_path: Path, fault: str, early: tuple[str, ...]) -> None:
+    found = told_by(tmp_path, fault, *early)
     assert found["wrong"] == []
     assert found["failures"] >= (0 if fault == "short" else found["calls"] - found["unhit"] - 5)
     assert found["unhit"] <= 0.1 * found["calls"]

@@ -1,12 +1,13 @@
 """A small GPT trained with Gemini's disk, killed at the n-th call of the drive again and again, or let down by it.
 
-python -m tests.support.disk FOLDER KILLS [SEED]
-python -m tests.support.disk FOLDER EIO|ENOSPC|short [FIRST [STRIDE]]
+python -m tests.support.disk FOLDER KILLS [SEED] [early]
+python -m tests.support.disk FOLDER EIO|ENOSPC|short [FIRST [STRIDE]] [early]
 
 Every run is a fork of one process that has imported everything and joined no group. In a killed run a write is torn:
 half of it is on the drive when the process ends. The second form lets every call, or each STRIDE-th from the FIRST on,
 fail once, each in a run of its own: with an error the command ends with one line and 2, and the next run goes on from
-the last durable step; a short transfer is gone on with.
+the last durable step; a short transfer is gone on with. `early`: nothing is clipped, and updates begin beside the
+backward.
 """
 
 import errno
@@ -38,6 +39,7 @@ CASE = Case(
     replace(GPT2, num_layers=2), parallel=ParallelConfig(precision="bf16", zero=3), steps=STEPS, batch=4, length=5,
     budget="120KB", host="170KB", planned=True,
 )  # fmt: skip
+EARLY = replace(CASE, clip=None)
 CALLS = ("preadv", "pwritev", "fdatasync", "fsync", "replace", "posix_fallocate")
 
 
@@ -96,7 +98,8 @@ def failing(code: int) -> Callable[..., Any]:
     """A call that fails."""
 
     def fail(name: str, real: Callable[..., Any], args: tuple) -> None:
-        raise OSError(code, "injected")
+        names = [str(args[0])] if name == "replace" else []  # as the system's own error has it
+        raise OSError(code, "injected", *names)
 
     return fail
 
@@ -112,10 +115,10 @@ def half(name: str, real: Callable[..., Any], args: tuple) -> Any:
 FAULTS = {"kill": torn_and_killed, "EIO": failing(errno.EIO), "ENOSPC": failing(errno.ENOSPC), "short": half}
 
 
-def train(folder: Path, out: Path, nth: int | None, fault: str = "kill") -> None:
+def train(case: Case, folder: Path, out: Path, nth: int | None, fault: str = "kill") -> None:
     join("cpu")
     with Counted(nth, FAULTS[fault]) as calls:
-        state, config = build(replace(CASE, disk=folder))
+        state, config = build(replace(case, disk=folder))
         go_on(state, config, out.with_suffix(".done"))
     torch.save({name: master.clone() for name, master in state.parallel.masters.items()}, out)
     out.with_suffix(".calls").write_text(str(calls.count))
@@ -139,10 +142,10 @@ def forked(*args: Any, said: Path | None = None) -> int:
     return os.waitpid(process, 0)[1]
 
 
-def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
+def main(case: Case, folder: Path, num_kills: int, seed: int = 0) -> dict[str, Any]:
     draw = random.Random(seed)
     straight = folder / "straight.pt"
-    assert forked(folder / "disk", straight, None) == 0
+    assert forked(case, folder / "disk", straight, None) == 0
     shutil.rmtree(folder / "disk")
     num_calls, lost, from_step = int(straight.with_suffix(".calls").read_text()), 0, []
     expected = torch.load(straight)
@@ -150,12 +153,12 @@ def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     for kill in range(num_kills):
         disk, out = folder / "disk", folder / f"{kill}.pt"
         # Few calls belong to what comes before the first step; each kill falls anywhere.
-        status = forked(disk, out, draw.randint(1, num_calls))
+        status = forked(case, disk, out, draw.randint(1, num_calls))
         assert status == signal.SIGKILL, status
         done = out.with_suffix(".done")
         durable = done.read_text().splitlines() if done.exists() else []
         done.unlink(missing_ok=True)
-        assert forked(disk, out, None) == 0
+        assert forked(case, disk, out, None) == 0
         rest = done.read_text().splitlines() if done.exists() else []
         first = STEPS - len(rest)
         from_step.append(first)
@@ -167,17 +170,17 @@ def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     return {"calls": num_calls, "kills": num_kills, "from_step": from_step, "wrong": lost}
 
 
-def let_down(folder: Path, fault: str, first: int = 1, stride: int = 1) -> dict[str, Any]:
+def let_down(case: Case, folder: Path, fault: str, first: int = 1, stride: int = 1) -> dict[str, Any]:
     """A run with a fault at each call, and what the next run makes of the folder."""
     straight = folder / "straight.pt"
-    assert forked(folder / "disk", straight, None) == 0
+    assert forked(case, folder / "disk", straight, None) == 0
     shutil.rmtree(folder / "disk")
     num_calls, expected = int(straight.with_suffix(".calls").read_text()), torch.load(straight)
     told = straight.with_suffix(".done").read_text().splitlines()
     wrong, unhit, failures = [], 0, 0
     for nth in range(first, num_calls + 1, stride):
         disk, out, said = folder / "disk", folder / f"{nth}.pt", folder / f"{nth}.txt"
-        code = os.waitstatus_to_exitcode(forked(disk, out, nth, fault, said=said))
+        code = os.waitstatus_to_exitcode(forked(case, disk, out, nth, fault, said=said))
         lines = said.read_text().splitlines()
         done = out.with_suffix(".done")
         durable = done.read_text().splitlines() if done.exists() else []
@@ -191,7 +194,7 @@ def let_down(folder: Path, fault: str, first: int = 1, stride: int = 1) -> dict[
             if code != 2 or len(lines) != 1 or not named:
                 wrong.append(f"call {nth}: exit {code}: {' / '.join(lines[-3:])}")
             at = None
-            if forked(disk, out, None, said=said) == 0:
+            if forked(case, disk, out, None, said=said) == 0:
                 rest = done.read_text().splitlines() if done.exists() else []
                 at = STEPS - len(rest)
             else:
@@ -208,5 +211,9 @@ def let_down(folder: Path, fault: str, first: int = 1, stride: int = 1) -> dict[
 
 
 if __name__ == "__main__":
-    where, what, rest = Path(sys.argv[1]), sys.argv[2], [int(word) for word in sys.argv[3:]]
-    print(json.dumps(main(where, int(what), *(rest or [0])) if what.isdigit() else let_down(where, what, *rest)))
+    where, what, *others = sys.argv[1:]
+    chosen, rest = EARLY if "early" in others else CASE, [int(word) for word in others if word != "early"]
+    found = (
+        main(chosen, Path(where), int(what), *rest) if what.isdigit() else let_down(chosen, Path(where), what, *rest)
+    )
+    print(json.dumps(found))

@@ -4,8 +4,8 @@ python -m tests.support.disk_plans FOLDER NUMBER [FIRST]
 
 Plan k is drawn from k alone: a GPT, a U-Net, a T5 or a mixture of experts; one of all optimizers that a disk takes;
 a budget of the device and one of the host between the least that is told to who gives too little and what is enough;
-with a traced step or without; one microbatch or two; steps durable or not. Half of the runs are stopped after a
-durable step and gone on with in other budgets. Prints what it found as a line of JSON.
+with a traced step or without; one microbatch or two; clipped, or updated beside the backward. Half of the runs are
+stopped after a durable step and gone on with in other budgets. Prints what it found as a line of JSON.
 """
 
 import contextlib
@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 from core.config import UserError, size_in_bytes
 from core.gemini import Gemini, replicas, wrap
+from core.gemini.chunk import Chunk
+from core.gemini.disk import Disk
 from core.gemini.executor import Executor
 from core.optim.build import OPTIMIZERS, OptimConfig, build_optimizer
 from core.trace.tracer import StepTrace
@@ -106,10 +108,12 @@ def steps_of(plan: Plan, model: nn.Module, gemini: Gemini, first: int, last: int
     """The losses of steps, each of them made durable."""
     found = []
     for step in range(first, last):
-        total = 0.0
-        for loss in losses_of(plan, step):
+        total, losses = 0.0, losses_of(plan, step)
+        for index, loss in enumerate(losses):
             value = loss(model)
-            value.backward()
+            is_final = index + 1 == len(losses) and not plan.clips
+            with gemini.last_backward() if is_final else contextlib.nullcontext():
+                value.backward()
             total += float(value.detach())
         if plan.clips:
             gemini.clip_grad_norm_(0.5)
@@ -198,6 +202,26 @@ class HostAccounted(Accounted):
         assert on_host <= parallel.host.budget_bytes, (on_host, parallel.host.budget_bytes)
 
 
+class Accepted:
+    """Within, counts updates that had begun before the step's end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> "Accepted":
+        self._accept = accept = Disk.accept
+
+        def counted(disk: Disk, chunk: Chunk) -> None:
+            self.count += 1
+            accept(disk, chunk)
+
+        Disk.accept = counted
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Disk.accept = self._accept
+
+
 _least: dict[Any, int] = {}
 
 
@@ -226,7 +250,7 @@ def trained(plan: Plan, disk: Path) -> tuple[Learned, Counter[str]]:
         gemini = wrapped(plan, model, device, host, disk)
         try:
             assert gemini.resume() == (first, {"step": first} if first else {})
-            with HostAccounted(gemini) as accounted:
+            with HostAccounted(gemini) as accounted, Accepted() as accepted:
                 losses += steps_of(plan, model, gemini, first, last)
             parallel = gemini.parallel
             assert parallel.tier.peak_bytes <= device
@@ -235,6 +259,7 @@ def trained(plan: Plan, disk: Path) -> tuple[Learned, Counter[str]]:
             assert accounted.num_checks > 0 or parallel.hooks.rests
             seen["on disk"] += bool(parallel.disk.away)
             seen["on disk whole"] += len(parallel.disk.away) == len(parallel.chunks)
+            seen["updated early"] += accepted.count > 0
             seen["on device too"] += any(chunk.resident for chunk in parallel.chunks)
             seen["parts"] += 1
             values = gemini.state_dict()
