@@ -159,6 +159,7 @@ class Gemini:
     def _durable(self, what: str) -> DurableSteps:
         if self.parallel.disk is None:
             raise UserError(f"gemini.wrap: {what}() without a disk, on which steps are durable; give disk=")
+        assert isinstance(self.parallel.durable, DurableSteps)
         return self.parallel.durable
 
     @property
@@ -274,7 +275,7 @@ def wrap(
     return Gemini(parallel, optimizer)
 
 
-def _refuse_state(*_: Any) -> None:
+def _refuse_state(state_dict: Any) -> None:
     raise UserError(
         "gemini.wrap: with disk= the optimizer's state lies on the disk; load it before wrap, or resume from the disk"
     )

@@ -209,17 +209,18 @@ class Accepted:
         self.count = 0
 
     def __enter__(self) -> "Accepted":
-        self._accept = accept = Disk.accept
+        accept = Disk.accept
 
         def counted(disk: Disk, chunk: Chunk) -> None:
             self.count += 1
             accept(disk, chunk)
 
-        Disk.accept = counted
+        self._patch = patch.object(Disk, "accept", counted)
+        self._patch.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        Disk.accept = self._accept
+        self._patch.stop()
 
 
 _least: dict[Any, int] = {}
@@ -262,8 +263,8 @@ def trained(plan: Plan, disk: Path) -> tuple[Learned, Counter[str]]:
             seen["updated early"] += accepted.count > 0
             seen["on device too"] += any(chunk.resident for chunk in parallel.chunks)
             seen["parts"] += 1
-            values = gemini.state_dict()
             seen["cached pages"] += pages_in_cache(parallel.disk.file.path)
+            values = gemini.state_dict()
         finally:
             gemini.close()
         first = last
