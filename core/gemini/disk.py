@@ -258,7 +258,8 @@ class Disk:
         with self._lock:
             if chunk is None or chunk.is_filled or chunk in self.early:
                 return
-            if self._free and not self._ahead and not self._writes:
+            spare = len(self._free) - any(not future.done() for future in self.early.values())
+            if spare > 0 and not self._ahead and not self._writes:
                 self._ahead[chunk] = self._read(chunk, whole=False)
 
     def follow(self, chunks: Sequence[Chunk], planned: Chunking) -> None:
@@ -331,7 +332,7 @@ class Disk:
             read = self._reads.pop(chunk, None) or self._read(chunk, whole=True)
         self._in_use(chunk, read)
         with self._lock:
-            if self._coming and self._free:
+            if self._coming and len(self._free) > 1:  # one is left for what the backward fetches
                 self._reads[self._coming[0]] = self._read(self._coming[0], whole=True)
         slots.point(read.place)
         try:

@@ -192,13 +192,18 @@ def counted_and_planned(state: TrainState, config: Any) -> tuple[tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    ("optim", "options", "moved"),
-    [("adamw", (), 26), ("adamw8bit", (), 14), ("sgd", (("momentum", 0.0),), 10)],
+    ("optim", "options", "moved", "clip"),
+    [
+        ("adamw", (), 26, 1.0),
+        ("adamw", (), 26, None),
+        ("adamw8bit", (), 14, 1.0),
+        ("sgd", (("momentum", 0.0),), 10, 1.0),
+    ],
 )
-def test_bytes_are_those_of_the_closed_form(opened, optim: str, options: tuple, moved: int) -> None:
-    """In bf16 an update reads masters and state, and writes them and the values in 16 bits."""
+def test_bytes_are_those_of_the_closed_form(opened, optim: str, options: tuple, moved: int, clip: float | None) -> None:
+    """In bf16 an update reads masters and state, and writes them and the values in 16 bits, whenever it begins."""
     model = replace(CASE.model, dim=120, ffn_dim=240, num_layers=1)
-    case = replace(CASE, model=model, optim=optim, options=options, budget="1.5MB")
+    case = replace(CASE, model=model, optim=optim, options=options, budget="1.5MB", clip=clip)
     state, config = opened(replace(case, host=least_host(opened, case)))
     found, planned = counted_and_planned(state, config)
     assert found == planned
