@@ -6,7 +6,8 @@ block. A contender is a function of a `Turn` that builds what it needs and retur
     plain       everything on the device; under bf16 by autocast
     Gemini      `core.gemini.wrap` with the budget, and nothing else said
     FSDP2       `fully_shard` by block with CPUOffloadPolicy; bf16 parameters, fp32 masters and reductions
-    DeepSpeed   ZeRO-Offload: stage 2, optimizer and gradients on the host, its own Adam there
+    DeepSpeed   ZeRO-Offload: stage 2, optimizer and gradients on the host, its own Adam there; ZeRO-Infinity: stage 3,
+                optimizer state and masters on a drive, for which it compiles an operator that wants libaio's headers
 
 `python -m benchmarks.offload TURN.json RESULT.json` is one turn. On a GPU the budget is of what is allocated, and the
 process's memory fraction, set before anything else, leaves room for the allocator's loss beside it. On a CPU the peers'
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,10 @@ def shaped(family: str, num_layers: int, dim: int, num_heads: int | None = None)
 
 @dataclass(frozen=True)
 class Turn:
-    """What one contender is to do: `num_steps` after the first, in `budget_bytes` (None: as much as there is)."""
+    """What one contender is to do: `num_steps` after the first, in `budget_bytes` (None: as much as there is).
+
+    disk  folder on a drive for what `host_bytes` of the host do not hold
+    """
 
     contender: str
     shape: Shape
@@ -84,6 +89,8 @@ class Turn:
     budget_bytes: int | None
     device: str = "cpu"
     precision: Precision = "fp32"
+    disk: str | None = None
+    host_bytes: int | None = None
 
     @staticmethod
     def from_json(text: str) -> "Turn":
@@ -202,9 +209,29 @@ def gemini(turn: Turn) -> Training:
     model, loss = built(turn), loss_of(turn)
     optimizer = _adamw(model)
     wrapped = wrap(
-        model, optimizer, turn.budget_bytes, precision=turn.precision, sample=lambda: loss, device=turn.device
+        model,
+        optimizer,
+        turn.budget_bytes,
+        precision=turn.precision,
+        sample=lambda: loss,
+        host=turn.host_bytes,
+        disk=turn.disk,
+        device=turn.device,
     )
-    return Training(turn, _loop(model, optimizer, loss), wrapped)
+    if turn.disk is None:
+        return Training(turn, _loop(model, optimizer, loss), wrapped)
+    steps = count(1)
+
+    def durable_step() -> Tensor:
+        value = loss(model)
+        with wrapped.last_backward():
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wrapped.commit(next(steps))
+        return value.detach()
+
+    return Training(turn, durable_step, wrapped)
 
 
 def fsdp2_offload(turn: Turn) -> Training:
@@ -225,11 +252,30 @@ def fsdp2_offload(turn: Turn) -> Training:
 
 
 def zero_offload(turn: Turn) -> Training:
+    return _deepspeed(turn, {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}})
+
+
+def zero_infinity(turn: Turn) -> Training:
+    """Optimizer state on the drive, in the settings of DeepSpeed's own example; parameters stay in memory."""
+    buffers = {"device": "nvme", "nvme_path": turn.disk, "buffer_count": 4, "pin_memory": turn.device == "cuda"}
+    pieces = {"sub_group_size": max(parameter_sizes(turn))}
+    aio = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
+    return _deepspeed(turn, {"stage": 3, "offload_optimizer": buffers, **pieces}, {"aio": aio})
+
+
+def parameter_sizes(turn: Turn) -> list[int]:
+    """Elements of each parameter."""
+    with torch.device("meta"):
+        return [parameter.numel() for parameter in Decoder(turn.shape.config()).parameters()]
+
+
+def _deepspeed(turn: Turn, zero: dict[str, Any], others: dict[str, Any] | None = None) -> Training:
     import deepspeed
 
     config = {
         "train_micro_batch_size_per_gpu": turn.rows,
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "zero_optimization": zero,
+        **(others or {}),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  # DeepSpeedCPUAdam, since the optimizer is offloaded
         "bf16": {"enabled": turn.precision == "bf16"},
         "steps_per_print": 1_000_000,
@@ -254,6 +300,7 @@ CONTENDERS: dict[str, Callable[[Turn], Training]] = {
     "FSDP2 + CPUOffloadPolicy": fsdp2_offload,
     "DeepSpeed ZeRO-Offload": zero_offload,
 }
+ON_DISK = {"Gemini on a disk": gemini, "DeepSpeed ZeRO-Infinity": zero_infinity}
 
 
 def take_turn(turn: Turn) -> Ran:
@@ -262,7 +309,7 @@ def take_turn(turn: Turn) -> Ran:
         if turn.budget_bytes is not None:
             _cap(turn.budget_bytes)
         torch.cuda.reset_peak_memory_stats()
-    training = CONTENDERS[turn.contender](turn)
+    training = (CONTENDERS | ON_DISK)[turn.contender](turn)
     training.timed()
     before = training.moved_bytes
     seconds = [training.timed() for _ in range(turn.num_steps)]

@@ -138,6 +138,7 @@ def sync_folder(path: Path) -> None:
     """Return only when the names in a folder (new, renamed, removed) are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)

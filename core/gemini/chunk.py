@@ -62,6 +62,8 @@ class Away(Protocol):
 
     def values(self, chunk: "Chunk") -> AbstractContextManager[Tensor]: ...
 
+    def reopen(self, chunk: "Chunk") -> None: ...
+
 
 def sharers(mesh: AnyMesh, axes: Collection[str], shards: bool) -> Sharers:
     """Those of a parameter that these axes of the mesh cut.  shards: chunks are sharded, and not copied."""

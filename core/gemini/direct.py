@@ -161,7 +161,7 @@ def mapped_temporary(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> 
     num_bytes = dtype.itemsize * math.prod(shape)
     if num_bytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    with tempfile.TemporaryFile(dir=folder) as file:
+    with naming(folder), tempfile.TemporaryFile(dir=folder) as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         pages = mmap.mmap(file.fileno(), num_bytes)
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))

@@ -2,8 +2,11 @@
 
     fetch    a chunk's values come from the file into a *place* of the host, and from there to the device
     update   masters and state come into a place, the optimizer steps over them there, and the place goes to the chunk's
-             other slot; the next chunk is read meanwhile, and the one before it written
-    commit   what lives in memory is written too; when all is on the disk a record says which slots hold the step
+             other slot; the next chunk is read meanwhile, and the one before it written. Where nothing stands between a
+             gradient and its update (no clipping, no loss scale), another thread does so as gradients become final,
+             beside the backward; the step takes those slots at its end, or, where it is skipped, leaves them
+    commit   what lives in memory is written too: where each step is made durable, as soon as it is updated. When all is
+             on the disk a record says which slots hold the step
 
 There are `PLACES` places, each as large as the largest slot, made once: all that the host has of chunks on the disk
 beside their gradients. Between its uses a chunk's masters and state are views of the mapped file, so that whoever
@@ -17,8 +20,10 @@ by turn: with several ranks one may have the step that another has not come to.
 import mmap
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +60,22 @@ class _Write(NamedTuple):
 class Disk:
     """folder     of this rank, which the process holds
     pinned     whether a GPU copies from the places by itself
+    every      steps from one that is made durable to the next
+    early      chunks whose update has begun before the step's end -> what says when it is over
+
+    Two threads take places while updates run beside the backward: that which updates at most two at once, that which
+    fetches one. So there is always one that is free, is being written, or holds what was only read ahead.
     """
 
-    def __init__(self, folder: Folder, pinned: bool, optimizer: torch.optim.Optimizer):
-        self.optimizer, self.pinned, self.folder = optimizer, pinned, folder
+    def __init__(self, folder: Folder, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
+        self.optimizer, self.pinned, self.folder, self.every = optimizer, pinned, folder, every
         self.file: DirectFile = self.folder.new_file()
         self.slots: dict[Chunk, Slots] = {}
         self.away: set[Chunk] = set()
         self.touched: set[Chunk] = set()  # since the last generation
         self.order: Sequence[Chunk] = ()  # in which those on the disk are fetched before the updates
         self._cursor = 0
+        self.copies_at_once = False  # of what lives in memory: the step is made durable, and so was the one before it
         self.updates = False  # values are being replaced: what is fetched next may be old still
         self._pages: mmap.mmap
         self._map: Tensor
@@ -73,6 +84,12 @@ class Disk:
         self._writes: deque[_Write] = deque()
         self._reads: dict[Chunk, _Read] = {}  # of whole slots
         self._ahead: dict[Chunk, _Read] = {}  # of values
+        self.early: dict[Chunk, Future[None]] = {}
+        self._coming: deque[Chunk] = deque()  # those of them that have not been read
+        self._before: dict[Chunk, dict[str, dict[str, Any]]] = {}  # numbers of their optimizer's state
+        self._returned: set[Chunk] = set()  # whose gradients were not final, though they were taken for it
+        self._updater = ThreadPoolExecutor(1, thread_name_prefix="updates")
+        self._lock = RLock()  # of places and of what is under way
         self._end = 0
 
     @property
@@ -132,10 +149,7 @@ class Disk:
     @torch.no_grad()
     def send(self, chunk: Chunk) -> None:
         """Let a chunk that lives in memory live on the disk."""
-        slots, place = self.slots[chunk], self._place()
-        slots.fill(place)
-        slots.latest = slots.writes_to
-        self._writes.append(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
+        self._copy(chunk)
         self._leave(chunk)
 
     @torch.no_grad()
@@ -162,18 +176,20 @@ class Disk:
 
     def _place(self) -> Tensor:
         """A place that nobody uses; waits for the earliest write where there is none."""
-        if not self._free and self._writes:
-            self._land()
-        if not self._free:  # what was read ahead is not needed now
-            self._free.append(_waited(self._ahead.pop(next(iter(self._ahead)))))
-        return self._free.pop()
+        with self._lock:
+            if not self._free and self._writes:
+                self._land()
+            if not self._free:  # what was read ahead is not needed now
+                self._free.append(_waited(self._ahead.pop(next(iter(self._ahead)))))
+            return self._free.pop()
 
     def _read(self, chunk: Chunk, whole: bool) -> _Read:
         """Begin to read the latest slot of a chunk: what an update reads, or what fills its buffer."""
         slots = self.slots[chunk]
         wanted = slots.updated if whole else [slots.fetched]
-        while any(write.slots is slots for write in self._writes):
-            self._land()
+        with self._lock:
+            while any(write.slots is slots for write in self._writes):
+                self._land()
         place, sums = self._place(), slots.checksums[slots.latest]
         transfers = [
             self.file.read(slots.offset(slots.latest) + region.begin, place[region.begin : region.end], sums[index])
@@ -212,14 +228,16 @@ class Disk:
         try:
             yield
         finally:
-            self.updates = False
+            self.updates = self.copies_at_once = False
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def values(self, chunk: Chunk) -> Iterator[Tensor]:
         """What fills a chunk's buffer [own], for the length of the block; what is fetched next is read behind it."""
-        read = self._ahead.pop(chunk, None) or self._read(chunk, whole=False)
+        self.reopen(chunk)
+        with self._lock:
+            read = self._ahead.pop(chunk, None) or self._read(chunk, whole=False)
         self._in_use(chunk, read)
         try:
             yield self.slots[chunk].fetched_values(read.place)
@@ -237,8 +255,12 @@ class Disk:
         return self.order[self._cursor] if self._cursor < len(self.order) else None
 
     def _read_ahead(self, chunk: Chunk | None) -> None:
-        if chunk is not None and self._free and not self._ahead and not chunk.is_filled and not self._writes:
-            self._ahead[chunk] = self._read(chunk, whole=False)
+        with self._lock:
+            if chunk is None or chunk.is_filled or chunk in self.early:
+                return
+            spare = len(self._free) - any(not future.done() for future in self.early.values())
+            if spare > 0 and not self._ahead and not self._writes:
+                self._ahead[chunk] = self._read(chunk, whole=False)
 
     def follow(self, chunks: Sequence[Chunk], planned: Chunking) -> None:
         """Let the chunks live where the plan says, and read ahead in its order."""
@@ -261,6 +283,9 @@ class Disk:
         if chunk not in self.away:
             yield
             self.touched.add(chunk)
+            if self.copies_at_once:
+                self._copy(chunk)
+                self.touched.discard(chunk)
             return
         slots = self.slots[chunk]
         read = self._reads.pop(chunk, None) or self._read(chunk, whole=True)
@@ -279,6 +304,76 @@ class Disk:
         self._writes.append(_Write(slots, slots.latest, read.place, self._write(slots, slots.latest, read.place)))
         self.touched.add(chunk)
         self._look(chunk)
+
+    # --- updates before the step's end --------------------------------------------------------------------------------
+
+    def may_begin(self, chunk: Chunk) -> bool:
+        """Return whether an update of the chunk can begin and yet be given up.
+
+        It can be where its latest slot is the durable one: that stays as it is, and the update fills the other.
+        """
+        slots = self.slots[chunk]
+        is_kept = slots.latest == slots.durable
+        return chunk in self.away and is_kept and chunk not in self.early and chunk not in self._returned
+
+    def begin_update(self, chunk: Chunk, step: Callable[[], None]) -> None:
+        """Let another thread update a chunk of which all gradients are final.
+
+        step  updates its masters and state, which are at hand meanwhile
+        """
+        self._before[chunk] = self.slots[chunk].numbers
+        self._coming.append(chunk)
+        self.early[chunk] = self._updater.submit(self._update, chunk, step)
+
+    def _update(self, chunk: Chunk, step: Callable[[], None]) -> None:
+        slots = self.slots[chunk]
+        with self._lock:
+            self._coming.popleft()
+            read = self._reads.pop(chunk, None) or self._read(chunk, whole=True)
+        self._in_use(chunk, read)
+        with self._lock:
+            if self._coming and len(self._free) > 1:  # one is left for what the backward fetches
+                self._reads[self._coming[0]] = self._read(self._coming[0], whole=True)
+        slots.point(read.place)
+        try:
+            step()
+            slots.settle_state()
+        except BaseException:
+            self._free.append(read.place)
+            self._look(chunk)
+            raise
+        with self._lock:
+            slot = slots.writes_to
+            self._writes.append(_Write(slots, slot, read.place, self._write(slots, slot, read.place)))
+        self._look(chunk)
+
+    def wait(self) -> None:
+        """Return when no update runs beside this thread."""
+        wait(self.early.values())
+
+    def accept(self, chunk: Chunk) -> None:
+        """The step takes place: the chunk is what its early update has made of it.  Raises what went wrong there."""
+        self.early.pop(chunk).result()
+        del self._before[chunk]
+        slots = self.slots[chunk]
+        slots.latest = slots.writes_to
+        self.touched.add(chunk)
+        self._look(chunk)
+
+    def reopen(self, chunk: Chunk) -> None:
+        """The chunk's gradients change, or its old values are asked for: an update that has begun does not count."""
+        if chunk in self.early:
+            self._returned.add(chunk)
+            self._give_up(chunk)
+
+    def give_up(self) -> None:
+        """The step does not take place."""
+        for chunk in list(self.early):
+            self._give_up(chunk)
+
+    def _give_up(self, chunk: Chunk) -> None:
+        wait([self.early.pop(chunk)])
+        self.slots[chunk].set_numbers(self._before.pop(chunk))
 
     def _in_use(self, chunk: Chunk, read: _Read) -> None:
         """Return when it is read.  Raises UserError for bytes that are not those that were written."""
@@ -299,19 +394,27 @@ class Disk:
 
         values  JSON-able, and `blob` is what else a run needs
         """
-        for chunk, slots in self.slots.items():
+        for chunk in self.slots:
             if chunk not in self.away and chunk in self.touched:
-                place = self._place()
-                slots.fill(place)
-                slots.latest = slots.writes_to
-                self._writes.append(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
+                self._copy(chunk)
         self.drain()
         self.file.sync()
         self.folder.record(Generation.of(step, run, self.file.path.name, self.slots.values(), dict(values), blob))
         for slots in self.slots.values():
             slots.durable = slots.latest
         self.touched.clear()
+        self.copies_at_once = self.every == 1
         self.forget()
+
+    def _copy(self, chunk: Chunk) -> None:
+        """Begin to write what lives in memory to the slot that no generation holds."""
+        slots = self.slots[chunk]
+        while any(write.slots is slots for write in self._writes):  # of a step that was not made durable
+            self._land()
+        place = self._place()
+        slots.fill(place)
+        slots.latest = slots.writes_to
+        self._writes.append(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
 
     def forget(self) -> None:
         """Let the page cache have nothing of the file: somebody may have looked at what lies there."""
@@ -369,6 +472,8 @@ class Disk:
                     read.wait()
                 for part in stored.parts:
                     tensors[part.name, part.key].copy_(part.of(place))
+                self.file.sync_maps()  # what was copied through the map leaves memory again
+                self.forget()
             for slots in self.slots.values():
                 slots.set_numbers(generation.numbers)
         except Damaged as damage:
@@ -377,6 +482,7 @@ class Disk:
             file.close()
 
     def close(self) -> None:
+        self._updater.shutdown()
         for transfers in [*(w.transfers for w in self._writes), *(r.transfers for r in self._ahead.values())]:
             for transfer in transfers:
                 transfer.wait()

@@ -60,11 +60,13 @@ class ModuleHooks:
     """The link between the modules of a model and the executor of its chunks.
 
     rests  everything is merged: nothing comes or goes, and unless it is measured, no moment needs to be known
+    final  is told, in a step's last backward, of each chunk that has all of its gradients
     """
 
     def __init__(self, units: Sequence[Unit], chunks: Sequence[Chunk], executor: Executor):
         self.units, self.chunks, self.executor = units, chunks, executor
         self.rests = False
+        self.final: Callable[[Chunk], None] | None = None
         self._clock = 0
         self._forwards: list[Call] = []
         self._backwards: list[Call] = []
@@ -232,6 +234,8 @@ class ModuleHooks:
         member.move(READY_TO_REDUCE)
         if chunk.count[READY_TO_REDUCE] == len(chunk.members):
             self._reduce(chunk)
+            if self.final is not None:
+                self.final(chunk)
 
     def _reduce(self, chunk: Chunk) -> None:
         self.executor.at("reduce", chunk.name, [chunk])

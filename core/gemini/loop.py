@@ -8,9 +8,25 @@ for batch in batches:
     gemini.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
+
+With a disk every step can be a checkpoint:
+
+gemini = core.gemini.wrap(model, optimizer, budget="10GiB", host="16GiB", disk="/mnt/nvme/run")
+first, _ = gemini.resume()
+for step in range(first, steps):
+    ...
+    optimizer.step()
+    optimizer.zero_grad()
+    gemini.commit(step + 1)
 """
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import local
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +34,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from core.compat import own_part
+from core.compat import follows_steps, own_part
 from core.config import UserError
 from core.gemini.config import GeminiConfig
+from core.gemini.durable import DurableSteps
 from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import Policy
 from core.gemini.state_device import bring_state
@@ -34,6 +51,9 @@ from core.parallel.rows import own_rows
 from core.precision import Precision
 from core.runtime import join
 
+RUN = "core.gemini.wrap"
+"""What the records of a folder are of, where no run folder says it."""
+
 
 class Gemini:
     """A model and an optimizer that Gemini moves.  What a loop asks of it beyond `step`:"""
@@ -41,8 +61,16 @@ class Gemini:
     def __init__(self, parallel: GeminiReplicas, optimizer: torch.optim.Optimizer):
         self.parallel, self.optimizer = parallel, optimizer
         self._is_reduced = False
-        optimizer.register_step_pre_hook(lambda *_: self.reduce())
-        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self._has_resumed = False
+        if parallel.disk is None:
+            optimizer.register_step_pre_hook(lambda *_: self.reduce())
+            optimizer.register_step_post_hook(lambda *_: self._stepped())
+        else:  # a step reads and writes one chunk after another: it is a step of each of them
+            self._own_step: Callable[..., Any] = optimizer.step
+            self._is_of_chunk = local()
+            parallel.stepping = self._stepping
+            optimizer.step = MethodType(lambda _, *given, **options: self._step(*given, **options), optimizer)
+            optimizer.load_state_dict = _refuse_state
         optimizer.zero_grad = self.zero_grad
         parallel.model.zero_grad = self.zero_grad
 
@@ -53,8 +81,19 @@ class Gemini:
             self.parallel.reduce()
             self._is_reduced = True
 
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Surround the last backward before a step that takes the gradients as they are.
+
+        What lies on a disk is then updated as its gradients become final, beside the backward. The rates of the step
+        must be set before. Whoever clips all the same gets the same result, later.
+        """
+        with self.parallel.updating_early():
+            yield
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`, as torch's; returns the norm before."""
+        self.parallel.give_up_updates()
         self.reduce()
         norm = gradient_norm(self.parallel.masters.values(), self.parallel.mesh)
         scale_gradients(self.parallel.masters.values(), min(1.0, max_norm / (float(norm) + 1e-6)))
@@ -69,7 +108,59 @@ class Gemini:
     def state_dict(self) -> dict[str, Tensor]:
         """name -> whole value on the host, in the masters' format; a collective where chunks are sharded."""
         found = {**self.parallel.frozen, **self.parallel.masters}
-        return {name: full_tensor(value).cpu() for name, value in found.items()}
+        whole = {name: full_tensor(value).cpu() for name, value in found.items()}
+        if self.parallel.disk is not None:
+            whole = {name: value.clone() for name, value in whole.items()}  # what lies on the disk is mapped
+            self.parallel.disk.forget()
+        return whole
+
+    def resume(self) -> tuple[int, dict[str, Any]]:
+        """Take over the last step that the disk has of every rank, with torch's random state as it was then.
+
+        Returns the number of steps that it has taken and what `commit` was given beside it; (0, {}) where the disk has
+        none. Before the first step. A collective.  Raises UserError where the folder is of a run of another kind, or of
+        another model or optimizer.
+        """
+        durable = self._durable("resume")
+        self._has_resumed = True
+        found = durable.latest()
+        if found is None:
+            return 0, {}
+        step, run = found
+        if run != RUN:
+            raise UserError(f"gemini.wrap: disk={durable.folder} holds step {step} of {run}; give another folder")
+        with durable.loading(), torch.no_grad():
+            values, blob = durable.restore(step)
+            self.parallel.publish()
+        _set_random_state(blob)
+        return step, values
+
+    def commit(self, step: int, values: Mapping[str, Any] | None = None) -> None:
+        """Make masters and the optimizer's state durable as those after so many steps: a process that is killed from
+        here on goes on from it.
+
+        values  JSON-able, of the loop's own: a scheduler's state, an epoch
+
+        A collective, between two steps.  Raises UserError for a folder that holds a step that was not taken over.
+        """
+        durable = self._durable("commit")
+        if not self._has_resumed and (found := durable.latest()) is not None:
+            raise UserError(
+                f"gemini.wrap: disk={durable.folder} already holds step {found[0]}; call resume() before the first "
+                "step, or give another folder"
+            )
+        self._has_resumed = True
+        durable.commit(step, RUN, dict(values or {}), _random_state(self.parallel.device))
+
+    def close(self) -> None:
+        """Let others have the folder on the disk; what is durable stays there. The model can be used no more."""
+        self.parallel.close()
+
+    def _durable(self, what: str) -> DurableSteps:
+        if self.parallel.disk is None:
+            raise UserError(f"gemini.wrap: {what}() without a disk, on which steps are durable; give disk=")
+        assert isinstance(self.parallel.durable, DurableSteps)
+        return self.parallel.durable
 
     @property
     def device_peak_bytes(self) -> int:
@@ -80,6 +171,28 @@ class Gemini:
     def moved_bytes(self) -> int:
         """Bytes between host and device so far, both ways."""
         return self.parallel.tier.moved_bytes
+
+    def _step(self, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        """The optimizer's `step` where chunks lie on a disk."""
+        if vars(self._is_of_chunk):
+            self._own_step(closure, **options)
+            return
+        if closure is not None:
+            raise UserError("gemini.wrap: a step with a closure does not go with disk=; compute the loss before it")
+        if follows_steps(self.optimizer):
+            raise UserError("gemini.wrap: hooks at the optimizer's steps do not go with disk=: there is one a chunk")
+        self.reduce()
+        self.parallel.update(self.optimizer)
+        self._stepped()
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Within, in this thread, the optimizer's step is its own."""
+        self._is_of_chunk.yes = True
+        try:
+            yield
+        finally:
+            del self._is_of_chunk.yes
 
     def _stepped(self) -> None:
         self.parallel.release()
@@ -96,6 +209,7 @@ def wrap(
     mesh: DeviceMesh | None = None,
     sample: Callable[[], Callable[[nn.Module], Tensor]] | None = None,
     host: str | int | None = None,
+    disk: str | Path | None = None,
     policy: Policy = "auto",
     device: str | None = None,
 ) -> Gemini:
@@ -108,12 +222,14 @@ def wrap(
     mesh       the ranks; by default all of the process group, over which chunks are sharded
     sample     draws a microbatch and returns the function model -> loss of it: with it a step is planned before it runs
     host       of each rank's host memory what may live there: as a budget; None: no limit
+    disk       folder on a drive for what the host does not hold, each rank's in it: see `Gemini.commit`
     policy     for comparisons: "static", "cpu"; see `core.gemini.residency`
     device     "cpu" or "cuda"; by default CUDA where there is one
 
     A KFAC is told of the model by `observe` as ever, before its step.
 
-    Raises UserError for a budget in which no step fits, for an optimizer whose state cannot be cut, for HessianFree.
+    Raises UserError for a budget in which no step fits, for an optimizer whose state cannot be cut, for HessianFree,
+    and for a folder that is no drive's or another's.
     """
     if isinstance(optimizer, HessianFree):
         raise UserError(
@@ -131,20 +247,25 @@ def wrap(
         )
     own = {id(p): own_part(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     values = {key: tensor.data for key, tensor in own.items()}
-    config = GeminiConfig(str(budget), policy, host=None if host is None else str(host))
+    config = GeminiConfig(
+        str(budget),
+        policy,
+        host=None if host is None else str(host),
+        disk=None if disk is None else Path(disk),
+    )
     parallel = GeminiReplicas(model, mesh, 3, precision, lambda model: None, config)
-    state = dict(optimizer.state)
-    replaced = {
-        p: _replaced(optimizer, p, values[id(p)].dtype, parallel.masters[names[id(p)]], parallel)
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    _put(optimizer, replaced)
-    for master in parallel.masters.values():
-        bring_state(optimizer, master)
+    state, replaced = dict(optimizer.state), dict[Tensor, Tensor]()
     try:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                dtype = values[id(p)].dtype
+                replaced[p] = _replaced(optimizer, p, dtype, parallel.masters[names[id(p)]], parallel)
+        _put(optimizer, replaced)
+        for master in parallel.masters.values():
+            bring_state(optimizer, master)
         parallel.prepare(optimizer, None if sample is None else lambda: [sample()])
-    except UserError:  # model and optimizer are as they were: another budget can be tried
+    except BaseException:  # model and optimizer are as they were: another budget can be tried
+        parallel.close()
         for key, value in values.items():
             own[key].data = value
         _put(optimizer, {master: p for p, master in replaced.items()})
@@ -154,13 +275,35 @@ def wrap(
     return Gemini(parallel, optimizer)
 
 
+def _refuse_state(state_dict: Any) -> None:
+    raise UserError(
+        "gemini.wrap: with disk= the optimizer's state lies on the disk; load it before wrap, or resume from the disk"
+    )
+
+
+def _random_state(device: torch.device) -> bytes:
+    found = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    written = io.BytesIO()
+    torch.save(found, written)
+    return written.getvalue()
+
+
+def _set_random_state(blob: bytes) -> None:
+    found = torch.load(io.BytesIO(blob), weights_only=True)
+    torch.set_rng_state(found["cpu"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
+
+
 def _put(optimizer: torch.optim.Optimizer, found: dict[Tensor, Tensor]) -> None:
     """Put other tensors in the place of an optimizer's parameters."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.take_over(found)
         return
     for group in optimizer.param_groups:
-        group["params"] = [found[p] for p in group["params"]]
+        group["params"] = [found.get(p, p) for p in group["params"]]
 
 
 def _replaced(

@@ -14,7 +14,7 @@ def on_chunks(step: StepTrace, chunks: Sequence[ChunkInfo], parameters: Sequence
     chunk has all its gradients, or its backward has ended without them: this reduce is named as the first and last
     parameter of the chunk. Chunks are updated in order of first use.
     """
-    return _OnChunks(chunks, parameters).trace(step.microbatches)
+    return replace(_OnChunks(chunks, parameters).trace(step.microbatches), updates_as_final=step.updates_as_final)
 
 
 def corrected(trace: Trace, measured: Sequence[tuple[int, float]]) -> Trace:
@@ -25,7 +25,8 @@ def corrected(trace: Trace, measured: Sequence[tuple[int, float]]) -> Trace:
     if len(measured) != len(trace.moments):
         raise ValueError(f"{len(measured)} moments were measured, and {len(trace.moments)} were traced")
     pairs = zip(trace.moments, measured, strict=True)
-    return Trace(tuple(replace(m, other_bytes=other, seconds=seconds) for m, (other, seconds) in pairs), trace.chunks)
+    moments = tuple(replace(m, other_bytes=other, seconds=seconds) for m, (other, seconds) in pairs)
+    return replace(trace, moments=moments)
 
 
 def _from_first_beginning(stretches: Sequence[Stretch]) -> Sequence[Stretch]:

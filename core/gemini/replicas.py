@@ -10,7 +10,9 @@ rank's rows as under ZeRO, so checkpoints, clipping and every optimizer of ours 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ from core.gemini.tier import DeviceTier, HostTier, parse_bytes
 from core.gemini.trace import ChunkInfo
 from core.gemini.transport import Transport
 from core.layout import layout_of, local, tag
-from core.mesh import Zero, device_of, shard_axis, stage_axis
+from core.mesh import Zero, axis_size, device_of, shard_axis, stage_axis
 from core.optim.hessian_free import HessianFree
 from core.optim.kfac import KFAC
 from core.optim.sharded import ShardedOptimizer, step_over, steps_apart
@@ -93,9 +95,15 @@ class GeminiReplicas(DataParallel):
         self._undrawn = DRAWN_STEPS if config.figure is not None else 0
         self.chunks: list[Chunk] = []
         self._renewed: set[Chunk] = set()  # in this step's update
+        self._final: list[Chunk] = []  # in this step's last backward, and their update has not begun
         self.executor: Executor | None = None
+        self.stepping: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds steps of single chunks
         self.folder = None if config.disk is None else self._open_folder(config.disk)
-        self._spread(materialise)
+        try:
+            self._spread(materialise)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def device(self) -> torch.device:
@@ -229,6 +237,7 @@ class GeminiReplicas(DataParallel):
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
             disk = None if self.folder is None else self.folder.path
             self._bandwidth = with_drive(bandwidth_of(self.device, self.ranks, copied), disk)
+            traced = replace(traced, updates_as_final=self.updates_as_final and self._can_update_early)
             if any(member.sharers.cut for member in members):
                 traced = fullest(traced, stage_axis(self.mesh))
             self.planned = plan(
@@ -360,7 +369,7 @@ class GeminiReplicas(DataParallel):
                 f"gemini.disk={self.config.disk} with {type(optimizer).__name__}: what follows or looks at whole steps "
                 "needs all masters at once; use another --optim.name"
             )
-        self.disk = Disk(folder, self.device.type == "cuda", optimizer)
+        self.disk = Disk(folder, self.device.type == "cuda", optimizer, self.config.durable_every)
         self.durable = DurableSteps(self.disk, folder.path.parent, self.config.durable_every)
         if self.host.budget_bytes is None:
             free = device_bytes("cpu", dist.get_world_size())
@@ -378,6 +387,7 @@ class GeminiReplicas(DataParallel):
     def close(self) -> None:
         """Give the disk's folder back."""
         if self.disk is not None:
+            self.give_up_updates()
             self.disk.close()
             self.disk = self.durable = None
         if self.folder is not None:
@@ -398,10 +408,11 @@ class GeminiReplicas(DataParallel):
     def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
         """Every microbatch is reduced, into the shards: whole gradients of two do not fit where parameters stand."""
         assert self.executor is not None, "prepare comes first"
-        with self.foreseen():
+        with self.foreseen(), self.updating_early() if last and self.updates_as_final else nullcontext():
             try:
                 yield
             except BaseException:
+                self.give_up_updates()
                 self.hooks.give_up()
                 raise
             self.hooks.end_backward(names)
@@ -460,6 +471,52 @@ class GeminiReplicas(DataParallel):
         tensors = (*own.values(), *state, *kept)
         return places + sum(t.nbytes for t in tensors if isinstance(t, Tensor) and t.ndim)
 
+    @property
+    def _can_update_early(self) -> bool:
+        """Whether a chunk that is reduced can be updated by itself, and has a slot that is left if it is not to be.
+
+        Messages of another thread would come between those of this one; a rank that is alone sends none.
+        """
+        partial_axes = {axis for row in self.table.values() for axis in row.partial}
+        is_partial = any(axis_size(self.mesh, axis) > 1 for axis in partial_axes)
+        is_quiet = self.mesh.size() == 1 or steps_apart(self._optimizer)
+        return self.disk is not None and is_quiet and not is_partial
+
+    @contextmanager
+    def updating_early(self) -> Iterator[None]:
+        """Within is a step's last backward: chunks on the disk are updated as their gradients become final."""
+        self.hooks.final = self._has_final if self._can_update_early else None
+        try:
+            yield
+        finally:
+            self.hooks.final = None
+
+    def _has_final(self, chunk: Chunk) -> None:
+        """Begin the update of a chunk that has all of its gradients; on a GPU of the one before: this one's travel."""
+        assert self.disk is not None
+        assert self.executor is not None
+        self._final.append(chunk)
+        while len(self._final) > self.streams.on_cuda:
+            final = self._final.pop(0)
+            if self.disk.may_begin(final):
+                self.executor.transport.land(final)
+                self.disk.begin_update(final, partial(self._update_early, final))
+
+    def _update_early(self, chunk: Chunk) -> None:
+        """The optimizer's step of a chunk whose masters are at hand, in the thread of updates."""
+        for member in chunk.members:
+            member.master.grad = chunk.own_grad(member)
+        with self.stepping():
+            step_over(self._optimizer, [member.master for member in chunk.members])
+        with torch.no_grad():
+            chunk.refresh()
+
+    def give_up_updates(self) -> None:
+        """No update of this step takes place, not even one that has begun."""
+        self._final.clear()
+        if self.disk is not None:
+            self.disk.give_up()
+
     def reduce(self) -> None:
         assert self.executor is not None
         if self.executor.gauge is not None:
@@ -485,7 +542,8 @@ class GeminiReplicas(DataParallel):
             optimizer.step()
             return
         gauge, executor.gauge = executor.gauge, None  # an optimizer's step is of no moment that is measured
-        with nullcontext() if disk is None else disk.updating():
+        self._final.clear()
+        with nullcontext() if disk is None else disk.updating(), self.stepping():
             self._update_chunks(optimizer, executor, self._updated_in_order(planned))
         executor.gauge = gauge
 
@@ -494,10 +552,18 @@ class GeminiReplicas(DataParallel):
         if disk is not None:  # of what has no gradients nothing is new, and nothing is read
             self._renewed |= {chunk for chunk in self.chunks if chunk.away is not None}
             learn = [chunk for chunk in learn if _has_gradients(chunk)]
-        following = dict(pairwise(chunk for chunk in learn if chunk.away is not None))
+            disk.wait()
+        early = () if disk is None else disk.early
+        following = dict(pairwise(chunk for chunk in learn if chunk.away is not None and chunk not in early))
         for chunk in learn:
             if not self.hooks.rests:
                 executor.at("update", chunk.name, [])
+            if disk is not None and chunk in early:
+                disk.accept(chunk)
+                if chunk.is_outdated:
+                    executor.drop(chunk)
+                self._renewed.add(chunk)
+                continue
             with nullcontext() if disk is None else disk.at_hand(chunk, following.get(chunk)):
                 step_over(optimizer, [member.master for member in chunk.members])
                 self._renew(chunk)
@@ -520,6 +586,7 @@ class GeminiReplicas(DataParallel):
             self.executor.load(chunk)
 
     def release(self) -> None:
+        self.give_up_updates()  # of a step that is skipped: `update` has left none
         super().release()
         if self.executor is not None:
             self.hooks.used.clear()

@@ -39,6 +39,9 @@ Policy = Literal["auto", "static", "cpu"]
 PLACES = 3
 """Of the host, each as large as the largest slot on the disk: one is read into, one is updated, one is written."""
 
+ENDURANCE_BYTES = 600e12
+"""That a usual SSD of 1 TB may be written, by its maker's warranty: 600 TBW."""
+
 BOUNDS = {
     "compute": "computing",
     "to_device": "copies to the device",
@@ -115,13 +118,19 @@ class ResidencyPlan:
         """Bytes written to the disk in a day of such steps, each of them made durable."""
         return (self.disk_written_bytes + self.durable_bytes) / max(self.step_s, 1e-9) * 86400
 
+    @property
+    def drive_days(self) -> float:
+        """Days of such steps that a drive of 600 TBW lasts."""
+        return ENDURANCE_BYTES / max(self.written_a_day, 1.0)
+
     def _disk_in_words(self) -> str:
         if not self.disk_bytes:
             return ""
         read, written = _gib(self.disk_read_bytes), _gib(self.disk_written_bytes + self.durable_bytes)
         return (
             f", {len(self.on_disk)} on the disk, which takes {_gib(self.disk_bytes)}: {read} read and {written} "
-            f"written a step, {self.written_a_day / 1e12:.3g} TB a day"
+            f"written a step, {self.written_a_day / 1e12:.3g} TB a day: a drive of 600 TBW lasts "
+            f"{self.drive_days:.3g} days"
         )
 
 

@@ -9,7 +9,8 @@ updates, and a drive below the host reads or writes. The walk goes place by plac
    there is room for them, and, where the host updates them, it has done so
 4. the moment computes; a reduce starts the gradient's copy to the host, an update the host's work on it
 
-The next step's forward waits until the host has updated everything.
+The next step's forward waits until the host has updated everything. Chunks on a disk whose updates need not wait for
+the step's end begin them when their last gradient has arrived.
 """
 
 from __future__ import annotations
@@ -125,6 +126,9 @@ class _Walk:
         self.busy = {"compute": 0.0, "to_device": 0.0, "to_host": 0.0, "host_update": 0.0}
         if bandwidth.has_disk:
             self.busy["disk"] = 0.0
+        last_reduce = {m.chunks[0]: k for k, m in enumerate(lifetimes.trace.moments) if m.kind == "reduce"}
+        early = on_disk.intersection(last_reduce) if lifetimes.trace.updates_as_final else ()
+        self.early = {last_reduce[chunk]: chunk for chunk in early}  # moment -> chunk that is updated behind it
         self.in_bytes = self.out_bytes = self.read_bytes = self.written_bytes = 0
         self.drive = 0.0
 
@@ -135,6 +139,8 @@ class _Walk:
                 self.start = frozenset(self.on_device)
                 self.now = max(self.now, self.host, self.drive)
             self._at(place, self.lifetimes.trace.moments[k], self.moves[k])
+            if k in self.early:
+                self._on_host(self.early[k], self.ready[self.early[k]])
         if order:
             self._close(self.moves[order[-1] + 1])
         return Timeline(
@@ -230,6 +236,13 @@ class _Walk:
         self.old.discard(chunk)
         if chunk in self.resident:
             return num_bytes / self.bandwidth.device_update
+        if chunk not in self.early.values():
+            self._on_host(chunk, begin)
+        return 0.0
+
+    def _on_host(self, chunk: int, begin: float) -> None:
+        """The host's update of a chunk, from and to the disk where it lives there."""
+        num_bytes = self.chunks[chunk].shard_bytes
         seconds, slot_bytes = num_bytes / self.bandwidth.host_update, self.chunks[chunk].slot_bytes
         if chunk in self.on_disk:
             self.ready[chunk] = self._read_from_disk(self.chunks[chunk].read_bytes, max(begin, self.ready[chunk]))
@@ -238,7 +251,6 @@ class _Walk:
         if chunk in self.on_disk:
             self.ready[chunk] = self._drive(slot_bytes / self.bandwidth.disk_write, self.ready[chunk])
             self.written_bytes += slot_bytes
-        return 0.0
 
     def _read_from_disk(self, num_bytes: int, begin: float) -> float:
         """Start a read; when it will have arrived."""

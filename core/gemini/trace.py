@@ -91,6 +91,8 @@ class Moment:
 class Trace:
     """One step: moments in order, chunks by index.
 
+    updates_as_final  what lies on a disk is updated behind its last reduce, beside what computes, and not in the end
+
     Raises ValueError where it is none: chunks that are not numbered in order, a moment of an unknown chunk, gradients
     of one that does not learn, a chunk that is used after its update, updated without a reduce, or not updated after
     one.
@@ -98,6 +100,7 @@ class Trace:
 
     moments: tuple[Moment, ...]
     chunks: tuple[ChunkInfo, ...]
+    updates_as_final: bool = False
 
     def __post_init__(self) -> None:
         indices = [chunk.index for chunk in self.chunks]

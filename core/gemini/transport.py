@@ -133,6 +133,8 @@ class Transport:
 
         Other members count as zero. All ranks that share the chunk must call it for the same chunks in the same order.
         """
+        if chunk.away is not None:
+            chunk.away.reopen(chunk)
         with self.streams.reducing():
             ready = chunk.ready_members
             if chunk.sharers.sends:
@@ -201,6 +203,11 @@ class Transport:
         if arrival.values is not None:
             arrival.grad.copy_(arrival.values) if arrival.first else arrival.grad.add_(arrival.values)
             self._landing.give(arrival.values)
+
+    def land(self, chunk: Chunk) -> None:
+        """Return when the gradients of a chunk are in its shard."""
+        while any(arrival.grad is chunk.grad for arrival in self._arriving):
+            self._land(self._arriving.popleft())
 
     def finish(self) -> None:
         """Return when every gradient is in its shard."""

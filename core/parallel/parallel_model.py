@@ -189,6 +189,8 @@ class ParallelModel(ABC):
     mesh     of those ranks that take a step together
     local    what workers average, where each takes steps by itself
     durable  keeps steps on a disk, where there is one
+    updates_as_final  set by who trains, before `prepare`: nothing stands between a gradient and its update, so that one
+             may begin before the step's end; the optimizer then has the step's rates before `run`
     """
 
     model: nn.Module
@@ -201,6 +203,7 @@ class ParallelModel(ABC):
     coded: CodedShards | None = None
     local: TrainsLocally | None = None
     durable: KeepsSteps | None = None
+    updates_as_final: bool = False
     all_workers: DeviceMesh | None = None
 
     @property

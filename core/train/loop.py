@@ -124,6 +124,7 @@ def fit(
     with ExitStack() as stack:
         hangs = stack.enter_context(watch_steps(config.hang_after, parallel.device))
         stack.callback(parallel.close)
+        parallel.updates_as_final = nothing_between(state, config)
         with hangs.step("what comes before the first step", counts=False):
             parallel.prepare(optimizer, _sample(parallel, batches, loss, config))
         checkpointer = Checkpointer(config.out / "checkpoints", _checkpoints(parallel, config), parallel.whole_mesh)
@@ -189,6 +190,14 @@ def fit(
         log.summarise(summary)
         progress.close()
         return summary
+
+
+def nothing_between(state: TrainState, config: TrainConfig) -> bool:
+    """Return whether a gradient is what its update takes: not clipped, scaled, exchanged or looked at meanwhile."""
+    parallel = state.parallel
+    is_scaled = state.loss_scale.dynamic or state.loss_scale.factor != 1.0
+    others = state.noise, state.curvature, state.average, parallel.local, parallel.compression, parallel.coded
+    return config.optim.clip_norm is None and not is_scaled and all(other is None for other in others)
 
 
 def _checkpoints(parallel: ParallelModel, config: TrainConfig) -> CheckpointConfig:
@@ -288,6 +297,8 @@ def train_step(
             curvature.look(microbatches, weights.tolist(), float(whole) or 1.0, loss, step, scale)
         if parallel.coded is not None:
             parallel.coded.begin_step(step)
+        if parallel.updates_as_final:
+            _set_rates(state, rates)
         mean = parallel.run(microbatches, share_of_loss, scale)
         parallel.reduce()
         if parallel.local is not None:
@@ -391,12 +402,16 @@ def _update(state: TrainState, config: TrainConfig, rates: list[float], norm: fl
     clip = config.optim.clip_norm
     factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
     scale_gradients(state.parallel.masters.values(), factor / scale)
-    for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    _set_rates(state, rates)
     state.parallel.update(state.optimizer)
     if state.average is not None:
         state.average.follow()
     state.parallel.release()  # before the parameters travel: the two need not share memory
+
+
+def _set_rates(state: TrainState, rates: list[float]) -> None:
+    for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _update_stage(state: TrainState, config: TrainConfig, rates: list[float], step: int, sums: Tensor) -> bool:
@@ -419,8 +434,7 @@ def _minimise(
     """A step of an optimizer that evaluates the model itself."""
     parallel, curvature = state.parallel, state.curvature
     assert curvature is not None
-    for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    _set_rates(state, rates)
     found = curvature.minimise(microbatches, step)
     if state.average is not None:
         state.average.follow()

@@ -1,11 +1,16 @@
-"""A small GPT trained with Gemini's disk, killed at the n-th call of the drive again and again.
+"""A small GPT trained with Gemini's disk, killed at the n-th call of the drive again and again, or let down by it.
 
-python -m tests.support.disk FOLDER KILLS [SEED]
+python -m tests.support.disk FOLDER KILLS [SEED] [early]
+python -m tests.support.disk FOLDER EIO|ENOSPC|short [FIRST [STRIDE]] [early]
 
 Every run is a fork of one process that has imported everything and joined no group. In a killed run a write is torn:
-half of it is on the drive when the process ends.
+half of it is on the drive when the process ends. The second form lets every call, or each STRIDE-th from the FIRST on,
+fail once, each in a run of its own: with an error the command ends with one line and 2, and the next run goes on from
+the last durable step; a short transfer is gone on with. `early`: nothing is clipped, and updates begin beside the
+backward.
 """
 
+import errno
 import json
 import os
 import random
@@ -21,6 +26,7 @@ from typing import Any
 import torch
 
 from core.compose import ParallelConfig
+from core.config import run_command
 from core.gemini import direct
 from core.runtime import join
 from core.train import TrainConfig, TrainState
@@ -33,6 +39,7 @@ CASE = Case(
     replace(GPT2, num_layers=2), parallel=ParallelConfig(precision="bf16", zero=3), steps=STEPS, batch=4, length=5,
     budget="120KB", host="170KB", planned=True,
 )  # fmt: skip
+EARLY = replace(CASE, clip=None)
 CALLS = ("preadv", "pwritev", "fdatasync", "fsync", "replace", "posix_fallocate")
 
 
@@ -87,24 +94,46 @@ def torn_and_killed(name: str, real: Callable[..., Any], args: tuple) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, out: Path, nth: int | None) -> None:
+def failing(code: int) -> Callable[..., Any]:
+    """A call that fails."""
+
+    def fail(name: str, real: Callable[..., Any], args: tuple) -> None:
+        names = [str(args[0])] if name == "replace" else []  # as the system's own error has it
+        raise OSError(code, "injected", *names)
+
+    return fail
+
+
+def half(name: str, real: Callable[..., Any], args: tuple) -> Any:
+    """A short transfer."""
+    if name not in ("preadv", "pwritev"):
+        return real(*args)
+    handle, (view,), offset = args
+    return real(handle, [view[: len(view) // 2]], offset)
+
+
+FAULTS = {"kill": torn_and_killed, "EIO": failing(errno.EIO), "ENOSPC": failing(errno.ENOSPC), "short": half}
+
+
+def train(case: Case, folder: Path, out: Path, nth: int | None, fault: str = "kill") -> None:
     join("cpu")
-    with Counted(nth, torn_and_killed) as calls:
-        state, config = build(replace(CASE, disk=folder))
+    with Counted(nth, FAULTS[fault]) as calls:
+        state, config = build(replace(case, disk=folder))
         go_on(state, config, out.with_suffix(".done"))
     torch.save({name: master.clone() for name, master in state.parallel.masters.items()}, out)
     out.with_suffix(".calls").write_text(str(calls.count))
 
 
-def forked(*args: Any) -> int:
-    """Exit status of `train` in a process of its own."""
+def forked(*args: Any, said: Path | None = None) -> int:
+    """Exit status of `train` in a process of its own.  said: gets what it says, as a command that fails says it"""
     sys.stdout.flush()
     process = os.fork()
     if process == 0:
         code = 1
         try:
-            train(*args)
-            code = 0
+            if said is not None:
+                os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stderr.fileno())
+            code = run_command(lambda _: train(*args), [])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -113,10 +142,10 @@ def forked(*args: Any) -> int:
     return os.waitpid(process, 0)[1]
 
 
-def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
+def main(case: Case, folder: Path, num_kills: int, seed: int = 0) -> dict[str, Any]:
     draw = random.Random(seed)
     straight = folder / "straight.pt"
-    assert forked(folder / "disk", straight, None) == 0
+    assert forked(case, folder / "disk", straight, None) == 0
     shutil.rmtree(folder / "disk")
     num_calls, lost, from_step = int(straight.with_suffix(".calls").read_text()), 0, []
     expected = torch.load(straight)
@@ -124,12 +153,12 @@ def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     for kill in range(num_kills):
         disk, out = folder / "disk", folder / f"{kill}.pt"
         # Few calls belong to what comes before the first step; each kill falls anywhere.
-        status = forked(disk, out, draw.randint(1, num_calls))
+        status = forked(case, disk, out, draw.randint(1, num_calls))
         assert status == signal.SIGKILL, status
         done = out.with_suffix(".done")
         durable = done.read_text().splitlines() if done.exists() else []
         done.unlink(missing_ok=True)
-        assert forked(disk, out, None) == 0
+        assert forked(case, disk, out, None) == 0
         rest = done.read_text().splitlines() if done.exists() else []
         first = STEPS - len(rest)
         from_step.append(first)
@@ -141,5 +170,50 @@ def main(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     return {"calls": num_calls, "kills": num_kills, "from_step": from_step, "wrong": lost}
 
 
+def let_down(case: Case, folder: Path, fault: str, first: int = 1, stride: int = 1) -> dict[str, Any]:
+    """A run with a fault at each call, and what the next run makes of the folder."""
+    straight = folder / "straight.pt"
+    assert forked(case, folder / "disk", straight, None) == 0
+    shutil.rmtree(folder / "disk")
+    num_calls, expected = int(straight.with_suffix(".calls").read_text()), torch.load(straight)
+    told = straight.with_suffix(".done").read_text().splitlines()
+    wrong, unhit, failures = [], 0, 0
+    for nth in range(first, num_calls + 1, stride):
+        disk, out, said = folder / "disk", folder / f"{nth}.pt", folder / f"{nth}.txt"
+        code = os.waitstatus_to_exitcode(forked(case, disk, out, nth, fault, said=said))
+        lines = said.read_text().splitlines()
+        done = out.with_suffix(".done")
+        durable = done.read_text().splitlines() if done.exists() else []
+        done.unlink(missing_ok=True)
+        if code == 0:
+            unhit += fault != "short"
+            rest, at = told, 0
+        else:
+            failures += 1
+            named = [line for line in lines if line.startswith("error: ") and str(folder) in line]
+            if code != 2 or len(lines) != 1 or not named:
+                wrong.append(f"call {nth}: exit {code}: {' / '.join(lines[-3:])}")
+            at = None
+            if forked(case, disk, out, None, said=said) == 0:
+                rest = done.read_text().splitlines() if done.exists() else []
+                at = STEPS - len(rest)
+            else:
+                wrong.append(f"call {nth}: the next run ends with: {said.read_text()[-500:]}")
+        if at is not None:
+            if durable != told[: len(durable)] or (code and not len(durable) <= at <= len(durable) + 1):
+                wrong.append(f"call {nth}: {len(durable)} steps were durable, and it goes on from {at}")
+            if any(not torch.equal(value, expected[name]) for name, value in torch.load(out).items()):
+                wrong.append(f"call {nth}: other weights")
+        shutil.rmtree(disk)
+        for left in folder.glob(f"{nth}.*"):
+            left.unlink()
+    return {"calls": num_calls, "fault": fault, "failures": failures, "unhit": unhit, "wrong": wrong}
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)))
+    where, what, *others = sys.argv[1:]
+    chosen, rest = EARLY if "early" in others else CASE, [int(word) for word in others if word != "early"]
+    found = (
+        main(chosen, Path(where), int(what), *rest) if what.isdigit() else let_down(chosen, Path(where), what, *rest)
+    )
+    print(json.dumps(found))

@@ -5,6 +5,8 @@ python -m tests.support.gemini_memory     prints a line of json for each of SIZE
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from core.compose import ParallelConfig
 from core.models.decoder import DecoderConfig
@@ -22,13 +24,14 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Size:
-    """Of a run: batch in sequences of 64 tokens."""
+    """Of a run: batch in sequences of 64 tokens; with a host's budget what does not fit into it is on a disk."""
 
     model: DecoderConfig
     budget: str
     precision: Precision = "fp32"
     batch: int = 2
     microbatch: int | None = None
+    host: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,14 @@ def measured(size: Size) -> Found:
 
 
 def _measured(size: Size) -> Found:
-    with start("cpu"):
-        _steps(replace(size, model=TINY, budget="1GiB"))  # what libraries make at their first use
-        rise, (device, host) = rise_of(lambda: _steps(size))
+    with start("cpu"), TemporaryDirectory() as folder:
+        # what libraries make at their first use
+        _steps(replace(size, model=TINY, budget="1GiB", host=size.host and "1GiB"), Path(folder) / "first")
+        rise, (device, host) = rise_of(lambda: _steps(size, Path(folder) / "disk"))
     return Found(rise, device, host)
 
 
-def _steps(size: Size) -> tuple[int, int]:
+def _steps(size: Size, disk: Path) -> tuple[int, int]:
     parallel = ParallelConfig(precision=size.precision)
     case = Case(
         size.model,
@@ -75,10 +79,13 @@ def _steps(size: Size) -> tuple[int, int]:
         optim="adamw",
         budget=size.budget,
         planned=True,
+        host=size.host,
+        disk=None if size.host is None else disk,
     )
     state, config = build(case)
     for step in range(STEPS):
         train_step(state, batch_of(case, step), loss, weight, config, step)
+        state.commit(step + 1, config)
     gemini = gemini_of(state.parallel)
     assert gemini.planned is not None
     return gemini.tier.peak_bytes, gemini.planned.plan.host_bytes

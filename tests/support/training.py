@@ -31,6 +31,7 @@ from core.precision import LossScale
 from core.trace.segments import Segments
 from core.train import TrainConfig, TrainState, train_step
 from core.train.curvature import curvature_of
+from core.train.loop import nothing_between
 from tests.support.covering import FEW, few_steps
 
 LR = 1e-2
@@ -124,6 +125,7 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     parts = [{k: v[:rows] for k, v in batch_of(case, 0).items()} for rows in sizes]
     state = TrainState(parallel, optimizer, LossScale(config.precision), {})
     state.curvature = curvature_of(parallel, optimizer, predicted, config)
+    parallel.updates_as_final = nothing_between(state, config)
     parallel.prepare(
         optimizer, (lambda: [lambda m, part=part: loss(m, part) for part in parts]) if case.planned else None
     )
