@@ -52,6 +52,7 @@ from core.parallel.coded_shards import code_of
 from core.parallel.compress import FewBits
 from core.parallel.correction import CORRECTIONS, CorrectionSpec
 from core.parallel.data import BUCKET_BYTES
+from core.parallel.encoded import coded_bytes
 from core.parallel.pipeline.messages import MOST_UNFINISHED
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
 from core.parallel.recompute import SEGMENTED
@@ -125,7 +126,7 @@ def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[lis
         return [0]
     in_flight, telling = overlapping_schedule(run).in_flight, dict[Any, list[int]]()
     for rank, parts in enumerate(own):
-        blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
+        blocks = ((id(part.whole), part.state, run.recomputes(part.block), run.stores(part.block)) for part in parts)
         sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
         stage = stages.own(rank)[0]
         ahead = _goes_on(run, stages, rank), _held(run, stage), _waiting_steps(run, stage)
@@ -196,13 +197,17 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
 
 @dataclass(frozen=True)
 class _BlockBytes:
-    """A microbatch's bytes in a block: the fields of `BlockShape`."""
+    """A microbatch's bytes in a block: the fields of `BlockShape`.
+
+    stored  that stay on the device where its activations are kept in another place or form
+    """
 
     input: float
     everything: float
     selective: float
     working: float
     weighed: float | None
+    stored: float
 
 
 def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
@@ -210,7 +215,18 @@ def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective, block.working)
     )
     weighed = None if block.weighed is None else run.tokens * block.weighed.bytes_per_token(run)
-    return _BlockBytes(input, everything, selective, working, weighed)
+    return _BlockBytes(input, everything, selective, working, weighed, run.tokens * _stored_per_token(block, run))
+
+
+def _stored_per_token(block: BlockShape, run: RunShape) -> float:
+    """Bytes of a block's activations that stay on the device, in the form in which the run keeps them."""
+    if run.recompute == "offload":
+        return 0.0
+    if run.recompute_bits is not None:
+        each = coded_bytes(run.recompute_bits)
+        return block.input.coded_per_token(run, each) + block.everything.coded_per_token(run, each)
+    whole = block.input.bytes_per_token(run) + block.everything.bytes_per_token(run)
+    return whole - block.zeros.bytes_per_token(run) * (0.5 - 1 / (8 * run.width_bytes))
 
 
 def _rank_memory(
@@ -556,6 +572,7 @@ def _block_activations(
     growing  bytes of gradients that come to be on the way back; where segments run again they count to the last
     """
     kept_by, pending_by, beyond = {}, {}, 0.0
+    waiting_block, next_block = _stored_on_device(model, run, stages, rank, sizes)
     splits = SCHEDULES[run.pipeline.schedule].splits_backward and run.pp > 1
     segmented = run.recompute in SEGMENTED
     for stage in stages.own(rank):
@@ -567,8 +584,9 @@ def _block_activations(
             block = sizes[id(model.block_of(index))]
             recomputes = dropped.get(index, run.recomputes(index))
             kept_if_recomputed = block.input + (block.selective if run.recompute == "selective" else 0)
-            again = max(0.0, block.input + block.everything - kept_if_recomputed) if recomputes else 0.0
-            kept += kept_if_recomputed if recomputes else block.input + block.everything
+            whole = block.input + block.everything
+            again = max(0.0, whole - kept_if_recomputed) if recomputes else 0.0
+            kept += kept_if_recomputed if recomputes else block.stored if run.stores(index) else whole
             # Between I and W the gradients of what weights made, of products and norms, and what those were made of.
             waiting = block.selective + 2 * block.input
             if again and block.weighed is not None:
@@ -584,15 +602,57 @@ def _block_activations(
             moments = [level - kept if splits else level + rise for level, rise in zip(levels, rises)] or [0.0]
         kept_by[stage], pending_by[stage] = kept, pending
         beyond = max(beyond, max(moments) - (0.0 if splits else kept))
+    beyond += next_block
     if run.pp == 1:
-        return sum(kept_by.values()), sum(kept_by.values()), beyond
+        kept = sum(kept_by.values()) + waiting_block
+        return kept, kept, beyond
 
-    heads = _waiting_heads(model, run, stages, rank)
+    heads = _waiting_heads(model, run, stages, rank) + waiting_block
     behind_forwards, ever = (
         heads + max(sum(kept_by[stage] * n + pending_by[stage] * waits for stage, n, waits in one) for one in moments)
         for moments in overlapping_schedule(run).moments[rank]
     )
     return behind_forwards, ever, beyond
+
+
+def _stored_on_device(
+    model: ModelShape, run: RunShape, stages: StageSplit, rank: int, sizes: Mapping[int, _BlockBytes]
+) -> tuple[float, float]:
+    """What stored blocks have on the device as it was saved: (behind a forward, beyond that in a backward).
+
+    Offloaded are the last one, which nobody lets go, and beyond it the one that is fetched ahead. A compressed block
+    is whole when its forward ends.
+    """
+    blocks = [index for stage in stages.own(rank) for index in stages.ranges[stage] if run.stores(index)]
+    if not blocks:
+        return 0.0, 0.0
+    whole = max(size.input + size.everything for size in (sizes[id(model.block_of(index))] for index in blocks))
+    if run.recompute == "offload":
+        return whole, whole if len(blocks) > 1 else 0.0
+    return 0.0, whole - max(sizes[id(model.block_of(index))].stored for index in blocks)
+
+
+def host_activations_bytes(model: ModelShape, run: RunShape) -> int:
+    """Bytes that a rank's offloaded blocks have on the host at once, of the rank with most."""
+    if run.recompute != "offload":
+        return 0
+    stages = stages_of(model, run)
+    sizes = {id(block): _block_bytes(block, run) for block in (model.block, model.largest_block)}
+    most = 0.0
+    for rank in range(run.pp):
+        of_stage = {
+            stage: sum(
+                sizes[id(model.block_of(index))].input + sizes[id(model.block_of(index))].everything
+                for index in stages.ranges[stage]
+                if run.stores(index)
+            )
+            for stage in stages.own(rank)
+        }
+        if run.pp == 1:
+            return round(sum(of_stage.values()))
+        _, ever = overlapping_schedule(run).moments[rank]
+        most = max(most, max(sum(of_stage[stage] * n for stage, n, _ in moment) for moment in ever))
+    return round(most)
 
 
 def _segment_levels(model: ModelShape, run: RunShape, blocks: range) -> tuple[float, list[float]]:
