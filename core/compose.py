@@ -199,14 +199,14 @@ class ParallelConfig:
 
     def _check_offloaded(self) -> None:
         """Raises UserError for budgets of the host and drives, which know of no activations."""
-        for given, what in (
-            (self.gemini.host, "counts parameters and optimizer state alone; leave it out"),
-            (self.gemini.disk, "takes parameters and optimizer state, and activations stay on the host; leave it out"),
+        for name, given, what in (
+            ("host", self.gemini.host, "counts parameters and optimizer state alone"),
+            ("disk", self.gemini.disk, "takes parameters and optimizer state, and activations stay on the host"),
         ):
             if given is not None:
-                name = "gemini.host" if given is self.gemini.host else "gemini.disk"
                 raise UserError(
-                    f"recompute.mode=offload with {name}={given}: it {what}, or use --recompute.mode full or compressed"
+                    f"recompute.mode=offload with gemini.{name}={given}: it {what}; leave it out, or use "
+                    "--recompute.mode full or compressed"
                 )
 
     def check_pipeline(self, num_ranks: int) -> None:

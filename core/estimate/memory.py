@@ -55,7 +55,7 @@ from core.parallel.data import BUCKET_BYTES
 from core.parallel.encoded import coded_bytes
 from core.parallel.pipeline.messages import MOST_UNFINISHED
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
-from core.parallel.recompute import SEGMENTED
+from core.parallel.recompute import SEGMENTED, STORED
 from core.placement.stages import StageSplit
 from core.precision import compute_dtype
 from core.trace.chain import simulate, textbook_chain
@@ -199,7 +199,8 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
 class _BlockBytes:
     """A microbatch's bytes in a block: the fields of `BlockShape`.
 
-    stored  that stay on the device where its activations are kept in another place or form
+    stored   that stay on the device where its activations are kept in another place or form
+    decoded  of compressed ones, that are there at once as they were
     """
 
     input: float
@@ -208,6 +209,7 @@ class _BlockBytes:
     working: float
     weighed: float | None
     stored: float
+    decoded: float
 
 
 def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
@@ -215,7 +217,9 @@ def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective, block.working)
     )
     weighed = None if block.weighed is None else run.tokens * block.weighed.bytes_per_token(run)
-    return _BlockBytes(input, everything, selective, working, weighed, run.tokens * _stored_per_token(block, run))
+    decoded = working if block.decoded is None else run.tokens * block.decoded.bytes_per_token(run)
+    stored = run.tokens * _stored_per_token(block, run)
+    return _BlockBytes(input, everything, selective, working, weighed, stored, decoded)
 
 
 def _stored_per_token(block: BlockShape, run: RunShape) -> float:
@@ -572,7 +576,7 @@ def _block_activations(
     growing  bytes of gradients that come to be on the way back; where segments run again they count to the last
     """
     kept_by, pending_by, beyond = {}, {}, 0.0
-    waiting_block, next_block = _stored_on_device(model, run, stages, rank, sizes)
+    waiting_block = 0.0  # of offloaded ones, that is still on the device
     splits = SCHEDULES[run.pipeline.schedule].splits_backward and run.pp > 1
     segmented = run.recompute in SEGMENTED
     for stage in stages.own(rank):
@@ -600,9 +604,12 @@ def _block_activations(
             kept, levels = _segment_levels(model, run, blocks)
             rises = (growing * (len(blocks) - 1 - place) / len(blocks) for place in range(len(blocks)))
             moments = [level - kept if splits else level + rise for level, rise in zip(levels, rises)] or [0.0]
+        if run.recompute in STORED:
+            kept, last, moments = _stored_levels([sizes[id(model.block_of(i))] for i in blocks], run, blocks, growing)
+            waiting_block = max(waiting_block, last)
+            moments = [moment - last for moment in moments]
         kept_by[stage], pending_by[stage] = kept, pending
         beyond = max(beyond, max(moments) - (0.0 if splits else kept))
-    beyond += next_block
     if run.pp == 1:
         kept = sum(kept_by.values()) + waiting_block
         return kept, kept, beyond
@@ -615,21 +622,32 @@ def _block_activations(
     return behind_forwards, ever, beyond
 
 
-def _stored_on_device(
-    model: ModelShape, run: RunShape, stages: StageSplit, rank: int, sizes: Mapping[int, _BlockBytes]
-) -> tuple[float, float]:
-    """What stored blocks have on the device as it was saved: (behind a forward, beyond that in a backward).
+def _stored_levels(
+    sizes: Sequence[_BlockBytes], run: RunShape, blocks: range, growing: float
+) -> tuple[float, float, list[float]]:
+    """What a stage's blocks keep of each microbatch; of the last alone; the levels of the backward beside the gradients.
 
-    Offloaded are the last one, which nobody lets go, and beyond it the one that is fetched ahead. A compressed block
-    is whole when its forward ends.
+    Of offloaded blocks the last one is still on the device when the forward ends, and on the way back the one before
+    is there, too. Of compressed ones what a node asks for is there as it was, and so is what is being encoded at the
+    end of a block's forward. As activations do not become fewer on the way back, the gradients of blocks behind count.
     """
-    blocks = [index for stage in stages.own(rank) for index in stages.ranges[stage] if run.stores(index)]
-    if not blocks:
-        return 0.0, 0.0
-    whole = max(size.input + size.everything for size in (sizes[id(model.block_of(index))] for index in blocks))
-    if run.recompute == "offload":
-        return whole, whole if len(blocks) > 1 else 0.0
-    return 0.0, whole - max(sizes[id(model.block_of(index))].stored for index in blocks)
+    whole = [size.input + size.everything for size in sizes]
+    is_stored = [run.stores(index) for index in blocks]
+    kept = [size.stored if stored else of for size, stored, of in zip(sizes, is_stored, whole)]
+    chosen = [place for place, stored in enumerate(is_stored) if stored]
+    offloads = run.recompute == "offload"
+    last = whole[chosen[-1]] if offloads and chosen else 0.0
+    levels = [sum(kept) + last]
+    for place, size in enumerate(sizes):
+        before = [other for other in chosen if other < place]
+        level = sum(kept[: place + 1]) + growing * (len(sizes) - 1 - place) / len(sizes)
+        if offloads:
+            level += (whole[place] if is_stored[place] else 0.0) + (whole[before[-1]] if before else 0.0)
+        elif is_stored[place]:
+            level += size.decoded
+            levels.append(sum(kept[:place]) + whole[place] + size.decoded - size.working)
+        levels.append(level)
+    return sum(kept), last, levels
 
 
 def host_activations_bytes(model: ModelShape, run: RunShape) -> int:

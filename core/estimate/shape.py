@@ -138,6 +138,7 @@ class BlockShape:
     weighed     of `everything` what weights' gradients are made from: inputs of products and norms; None: all of it
     working     gradients alive at once on the way back through it
     zeros       of `everything` results of a ReLU, of which about half are zero
+    decoded     of `everything`, where it is compressed, alive at once as it was; None: as much as `working`
     keys_dim    key/value heads x head size, which context parallelism sends
     scores_dim  heads x head size; q k^T and the sum over v cost 4 x scores_dim x length FLOPs a token
     """
@@ -147,6 +148,7 @@ class BlockShape:
     selective: Kept
     working: Kept = field(default_factory=Kept)
     zeros: Kept = field(default_factory=Kept)
+    decoded: Kept | None = None
     weighed: Kept | None = None
     scores_dim: int = 0
     keys_dim: int = 0
@@ -583,6 +585,7 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         zeros=Kept(sharded=hidden if config.activation == "relu" else 0),
+        decoded=Kept(sharded=hidden, gathered=0 if config.activation == "relu" else config.dim),
         # A composed norm multiplies its weight with the normalised input, and needs no more.
         weighed=Kept(composed - config.dim if composed else normed_inputs, normed + queries + hidden, 2 * config.dim),
         scores_dim=queries,
@@ -626,6 +629,7 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
         ),
         working=replace(working, sharded=rows * working.sharded, gathered=0, whole=rows * dim),
         zeros=replace(block.zeros, sharded=rows * block.zeros.sharded),
+        decoded=Kept(sharded=rows * config.ffn_dim, whole=rows * dim),
         weighed=replace(
             weighed,
             sharded=weighed.sharded + (rows - 1) * config.ffn_dim,

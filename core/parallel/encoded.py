@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from core.comm.block_code import RoundedCode, pack_bits, unpack_bits
+from core.comm.coded_rows import AT_A_TIME
 from core.compat import FakeTensor
 from core.parallel.stored import Stored, StoredBlocks
 
+_BLOCKS_AT_A_TIME = AT_A_TIME // RoundedCode(8).block
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -84,18 +86,32 @@ class _FewBits(NamedTuple):
     @classmethod
     def of(cls, flat: Tensor, bits: int) -> "_FewBits":
         code = RoundedCode(bits)
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        x_NB = flat.new_zeros(-(-len(flat) // code.block), code.block, dtype=wide)
-        x_NB.view(-1)[: len(flat)] = flat
-        least_N1, largest_N1 = x_NB.aminmax(dim=1, keepdim=True)
-        # A little more than half a step, since the scale is rounded, too: what is above zero stays so.
-        lift_N1 = torch.where(least_N1 >= 0, largest_N1 * (0.52 / (2 ** (bits - 1) - 1)), 0)
-        x_NB = torch.where((x_NB > 0) & (x_NB < lift_N1), lift_N1, x_NB)
-        return cls(code.encode(x_NB), code, len(flat), flat.dtype)
+        blocks = flat.new_empty(-(-len(flat) // code.block), code.num_bytes, dtype=torch.uint8)
+        for part, numbers in zip(blocks.split(_BLOCKS_AT_A_TIME), flat.split(_BLOCKS_AT_A_TIME * code.block)):
+            x_NB = flat.new_zeros(len(part), code.block, dtype=_wide(flat.dtype))
+            x_NB.view(-1)[: len(numbers)] = numbers
+            part.copy_(code.encode(_above_zero(x_NB, bits)))
+        return cls(blocks, code, len(flat), flat.dtype)
 
     def decode(self) -> Tensor:
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return self.code.decode(self.blocks, wide).view(-1)[: self.length].to(self.dtype)
+        flat = self.blocks.new_empty(self.length, dtype=self.dtype)
+        numbers = flat.split(_BLOCKS_AT_A_TIME * self.code.block)
+        for part, x in zip(self.blocks.split(_BLOCKS_AT_A_TIME), numbers):
+            x.copy_(self.code.decode(part, _wide(self.dtype)).view(-1)[: len(x)])
+        return flat
+
+
+def _above_zero(x_NB: Tensor, bits: int) -> Tensor:
+    """The numbers, in blocks without negative ones none of which rounds to zero that is not zero; in their memory."""
+    least_N1, largest_N1 = x_NB.aminmax(dim=1, keepdim=True)
+    # A little more than half a step, since the scale is rounded, too.
+    lift_N1 = torch.where(least_N1 >= 0, largest_N1 * (0.52 / (2 ** (bits - 1) - 1)), 0)
+    torch.where((x_NB > 0).logical_and_(x_NB < lift_N1), lift_N1, x_NB, out=x_NB)
+    return x_NB
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def coded_bytes(bits: int) -> float:

@@ -39,7 +39,8 @@ class Stored(ABC):
 
     def __init__(self, x: Tensor, least: int):
         storage = x.untyped_storage()
-        self.flat: Tensor | None = x.as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
+        # A view of a node's own output would hold the node, which holds this.
+        self.flat: Tensor | None = x.detach().as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
         self.version, self.least = x._version, least
         self._written = False
 
@@ -146,10 +147,10 @@ class _Call:
     def leave(self, x: Tensor) -> Any:
         """The hook of a tensor that is saved."""
         if type(x) not in (Tensor, nn.Parameter, FakeTensor) or x.is_conj() or x.is_neg() or x.layout != torch.strided:
-            return x
+            return x.detach()
         storage = x.untyped_storage()
         if storage.nbytes() < LEAST_BYTES or x.device != self._device or self._is_living(x, storage):
-            return x
+            return x.detach()
         stored = self._known(x, storage)
         if stored is None:
             stored = self.blocks.make(x, self._least)
