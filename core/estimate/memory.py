@@ -625,7 +625,7 @@ def _block_activations(
 def _stored_levels(
     sizes: Sequence[_BlockBytes], run: RunShape, blocks: range, growing: float
 ) -> tuple[float, float, list[float]]:
-    """What a stage's blocks keep of each microbatch; of the last alone; the levels of the backward beside the gradients.
+    """What a stage's blocks keep of each microbatch, of the last one beside, and when its backward is fullest.
 
     Of offloaded blocks the last one is still on the device when the forward ends, and on the way back the one before
     is there, too. Of compressed ones what a node asks for is there as it was, and so is what is being encoded at the

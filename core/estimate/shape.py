@@ -314,8 +314,9 @@ class RunShape:
     tp_mode, tp_depth  how tp ranks share the model: see `core.mesh.MeshConfig`
     pipeline           schedule and split of the blocks over the pp ranks
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
-    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n (offloading, compression,
-                       with `recompute_bits` in so many a number), or by segments of each stage's; of mode budget, whose segments a step's trace chooses, there is no closed form
+    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n, offloading or compression
+                       (with `recompute_bits` in so many a number), or checkpointing by segments of each stage's; of
+                       mode budget, whose segments a step's trace chooses, there is no closed form
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
     reduce_each        gradients are reduced after each microbatch, not only after the last
     comm               how they are compressed

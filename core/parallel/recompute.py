@@ -104,8 +104,9 @@ def apply_recompute(
     lengths   of the runs of blocks that feed one another; by default of the model's module lists
     single    in the backward of a block the parameters of no other are there, so that no segment may be of several
 
-    Returns the chain of a mode that goes over several blocks, or the blocks that store. Raises UserError for mode budget without segments, or
-    with some that are of several blocks where none may.
+    Returns the chain of a mode that goes over several blocks, or the blocks that store what they save.
+
+    Raises UserError for mode budget without segments, or with some that are of several blocks where none may.
     """
     if config.mode == "none":
         return None
