@@ -14,6 +14,7 @@ account of the device sees it (`core.trace.account`).
 """
 
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ class _OnHost(Stored):
             self.tier.held_bytes += self._num_bytes
             self.tier.peak_bytes = max(self.tier.peak_bytes, self.tier.held_bytes)
             return
-        with without_modes():
+        with _unseen(streams):
             self._place = self.tier.take(self._num_bytes, streams.on_cuda)
             computed = streams.mark()
             with streams.inside(sending):
@@ -128,7 +129,7 @@ class _OnHost(Stored):
         if self._place is None:
             return
         streams, _, fetching = self._lines
-        with without_modes(), torch.no_grad():
+        with _unseen(streams), torch.no_grad():
             free = streams.mark()
             with streams.inside(fetching):
                 streams.wait(free)
@@ -158,6 +159,11 @@ class _OnHost(Stored):
         self.tier.give(self._place, self._fetched or self._sent)
         if self.flat is not None and self._fetched is None:
             self._lines.streams.wait(self._sent)
+
+
+def _unseen(streams: DeviceStreams) -> AbstractContextManager[object]:
+    """Inside, accounts of a CPU do not take the host's memory for the device's."""
+    return nullcontext() if streams.on_cuda else without_modes()
 
 
 class Offloaded(StoredBlocks):

@@ -23,6 +23,7 @@ from core.estimate import (
     megatron_block,
     require_fit,
 )
+from core.estimate.memory import host_activations_bytes
 from core.estimate.pipeline import stage_costs
 from core.estimate.time import step_flops
 from core.kernels import cross_entropy
@@ -434,7 +435,7 @@ def test_the_host_holds_what_is_offloaded():
     model = decoder_shape(SMALL)
     run = RunShape(recompute="offload", recompute_every=2, microbatch_size=3, sequence_length=128)
     block = model.block.input.bytes_per_token(run) + model.block.everything.bytes_per_token(run)
-    assert host_activations_bytes(model, run) == 3 * 128 * block * (SMALL.num_layers + 1) // 2
+    assert host_activations_bytes(model, run) == 3 * 128 * block * ((SMALL.num_layers + 1) // 2)
     assert host_activations_bytes(model, replace(run, recompute="full")) == 0
 
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from core.compose import ParallelConfig
 from core.config import UserError
 from core.gemini.config import GeminiConfig
-from core.parallel import encoded, stored
+from core.parallel import encoded, offload, stored
 from core.parallel.encoded import Compressed, encode
 from core.parallel.offload import Offloaded
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.trace.account import MemoryAccount
+from tests.support.recorded_streams import RecordedStreams
 
 WIDTH, ROWS = 32, 48
 ROW = 4 * WIDTH * ROWS
@@ -48,7 +50,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         if tied:
             for block in self.blocks[1:]:
-                block.up.weight = self.blocks[0].up.weight
+                block.get_submodule("up").weight = self.blocks[0].get_submodule("up").weight
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
@@ -226,6 +228,44 @@ def test_the_mask_of_a_relu_is_exact_in_few_bits(bits: int, dtype: torch.dtype, 
         2 ** (bits - 1) - 1
     )
     assert bool(((restored.double() - values.double()).abs() <= 1.01 * step).all())  # of the least ones; of others half
+
+
+def on_streams(deaf_to: int | None = None, steps: int = 2) -> RecordedStreams:
+    """Steps of a model whose host is far; what is done on which stream is recorded.
+
+    deaf_to  the number of a wait that is left out
+    """
+    torch.manual_seed(0)
+    net = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+    streams = RecordedStreams(deaf_to)
+
+    def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        assert pinned
+        return streams.host(torch.empty(num_elements, dtype=dtype))
+
+    with (
+        patch.object(offload, "DeviceStreams", lambda device: streams),
+        patch.object(offload, "host_empty", host_empty),
+        streams,
+    ):
+        apply_recompute(net, RecomputeConfig("offload"))
+        for _ in range(steps):
+            x = torch.randn(ROWS, WIDTH)
+            for block in net:
+                x = block(x)
+            x.sum().backward()
+    return streams
+
+
+def test_copies_are_ordered_with_what_computes() -> None:
+    """Without a race; and a wait that is left out is one, but for those whose order others hold as well."""
+    streams = on_streams()
+    assert streams.races == []
+    assert {"send", "fetch"} <= {what for _, what in streams.order}
+    assert {actor for actor, what in streams.order if what == "send"} == {2}
+    assert {actor for actor, what in streams.order if what == "fetch"} == {3}
+    seen = [bool(on_streams(number).races) for number in range(len(streams.waits))]
+    assert sum(seen) > len(seen) / 3, seen
 
 
 def test_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
