@@ -88,6 +88,8 @@ class ParallelConfig:
             )
         if self.recompute.segmented:
             self._check_segmented()
+        if self.recompute.mode == "offload":
+            self._check_offloaded()
         if self.local.asynchronous is not None:
             self._check_local()
         if self.comm.is_given:
@@ -195,6 +197,18 @@ class ParallelConfig:
                 "backward, for which Gemini fetches only that block's parameters; use --recompute.mode full"
             )
 
+    def _check_offloaded(self) -> None:
+        """Raises UserError for budgets of the host and drives, which know of no activations."""
+        for name, given, what in (
+            ("host", self.gemini.host, "counts parameters and optimizer state alone"),
+            ("disk", self.gemini.disk, "takes parameters and optimizer state, and activations stay on the host"),
+        ):
+            if given is not None:
+                raise UserError(
+                    f"recompute.mode=offload with gemini.{name}={given}: it {what}; leave it out, or use "
+                    "--recompute.mode full or compressed"
+                )
+
     def check_pipeline(self, num_ranks: int) -> None:
         """Raises UserError for what does not go with a pipeline of that many ranks, 1 being none."""
         name = self.pipeline.schedule
@@ -206,6 +220,12 @@ class ParallelConfig:
             return
         if self.recompute.mode == "budget":
             self._check_budget_of_stages()
+        if self.recompute.stored and SCHEDULES[name].splits_backward:
+            raise UserError(
+                f"recompute.mode={self.recompute.mode} with pipeline.schedule={name}: its backward comes in two parts, "
+                "between which what the first has asked for would stay on the device; use --pipeline.schedule 1f1b or "
+                "interleaved, or --recompute.mode full"
+            )
         self.pipeline.check_ranks(num_ranks)
         if self.pipeline.microbatches is not None:
             self.pipeline.check_microbatches(self.pipeline.microbatches, num_ranks)

@@ -144,6 +144,7 @@ def run_shape(config: PretrainConfig, rows: int | None = None) -> RunShape:
         zero=config.zero,
         recompute=config.recompute.mode,
         recompute_every=config.recompute.every,
+        recompute_bits=config.recompute.bits,
         microbatch_size=max(microbatches),
         num_microbatches=len(microbatches),
         reduce_each=config.reduce_each,

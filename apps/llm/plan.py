@@ -41,6 +41,7 @@ from core.estimate import (
     simulated_timeline,
 )
 from core.estimate.local import outer_in_words
+from core.estimate.memory import host_activations_bytes
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
 from core.models.decoder import DecoderConfig
@@ -169,6 +170,10 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
     model = decoder_shape(config.model)
     memory = estimate_memory(model, run)
     console.print(_table(config, check_combination(config), model.num_parameters(), memory.table()))
+    if (host_bytes := host_activations_bytes(model, run)) > 0:
+        console.print(
+            f"{in_words(host_bytes)} of activations on the host; each microbatch's go there and come back once"
+        )
     if config.model.moe.num_experts:
         console.print(f"{model.num_matmul_parameters:,} parameters multiply a token")
     machine = config.machine

@@ -69,7 +69,7 @@ class ProfileConfig:
         found = {}
         if self.mode == "eval":
             why = "with mode=eval, which has no backward; leave it out"
-            found |= {f"recompute.{name}": why for name in ("mode", "every")}
+            found |= {f"recompute.{name}": why for name in ("mode", "every", "bits")}
         if self.json:
             found["top"] = "with --json, which prints all; leave it out"
         return found

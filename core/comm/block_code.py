@@ -77,14 +77,14 @@ class BlockCode:
         level_NK = code_NK - (half - 0.5)
         scale_N1 = (x_NK * level_NK).sum(1, keepdim=True) / level_NK.square().sum(1, keepdim=True)
         scale = scale_N1.to(torch.bfloat16).view(torch.uint8)
-        return torch.cat([scale, *places, _packed(code_NK.to(torch.uint8), self.bits)], 1)
+        return torch.cat([scale, *places, pack_bits(code_NK.to(torch.uint8), self.bits)], 1)
 
     @torch.no_grad()
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8[N, num_bytes] -> blocks [N, block]."""
         places = 0 if self.keep is None else _PLACE_BYTES * self.keep
         scale, place, packed = coded.split([_SCALE_BYTES, places, self.num_bytes - _SCALE_BYTES - places], 1)
-        codes = _unpacked(packed, self.bits)[:, : self.num_coded]
+        codes = unpack_bits(packed, self.bits)[:, : self.num_coded]
         level_NK = codes.to(dtype) - (2 ** (self.bits - 1) - 0.5)
         x_NK = level_NK * _apart(scale).view(torch.bfloat16).to(dtype)
         if self.keep is None:
@@ -115,17 +115,17 @@ class RoundedCode:
         scale_N1 = (torch.maximum(largest_N1, -least_N1) / most).to(torch.bfloat16)
         step_N1 = torch.where(scale_N1 == 0, 1, scale_N1.to(x_NB.dtype))
         code_NB = x_NB.div_(step_N1).round_().clamp_(-most, most).nan_to_num_(0.0).add_(most + 1)
-        return torch.cat([scale_N1.view(torch.uint8), _packed(code_NB.to(torch.uint8), self.bits)], 1)
+        return torch.cat([scale_N1.view(torch.uint8), pack_bits(code_NB.to(torch.uint8), self.bits)], 1)
 
     @torch.no_grad()
     def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8[N, num_bytes] -> blocks [N, block]."""
         scale, packed = coded.split([_SCALE_BYTES, self.num_bytes - _SCALE_BYTES], 1)
-        level_NB = _unpacked(packed, self.bits).to(dtype).sub_(2 ** (self.bits - 1))
+        level_NB = unpack_bits(packed, self.bits).to(dtype).sub_(2 ** (self.bits - 1))
         return level_NB.mul_(_apart(scale).view(torch.bfloat16).to(dtype))
 
 
-def _packed(code_NK: Tensor, bits: int) -> Tensor:
+def pack_bits(code_NK: Tensor, bits: int) -> Tensor:
     """Several codes a byte, the first in its lowest bits."""
     per = 8 // bits
     padded = torch.nn.functional.pad(code_NK, (0, -code_NK.shape[1] % per)).unflatten(1, (-1, per))
@@ -135,7 +135,7 @@ def _packed(code_NK: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     """The codes, and what filled the last byte."""
     mask, per = 2**bits - 1, 8 // bits
     return torch.stack([(packed >> (bits * place)) & mask for place in range(per)], -1).flatten(1)

@@ -43,7 +43,7 @@ def cuts_of(
     """
     plan = model_plan(plan)
     every = 1 if parallel.recompute.mode == "none" else parallel.recompute.every
-    few = few and not parallel.recompute.segmented  # no two blocks run alike
+    few = few and not (parallel.recompute.segmented or parallel.recompute.stored)  # no two blocks run alike
     runs = {run.name: run for run in alike_blocks(model, partial(_told_of, plan))} if few else {}
     places: Mapping[str, int] = {}
     if runs and _sends_buckets(mesh, parallel):

@@ -52,9 +52,10 @@ from core.parallel.coded_shards import code_of
 from core.parallel.compress import FewBits
 from core.parallel.correction import CORRECTIONS, CorrectionSpec
 from core.parallel.data import BUCKET_BYTES
+from core.parallel.encoded import coded_bytes
 from core.parallel.pipeline.messages import MOST_UNFINISHED
 from core.parallel.pipeline.schedule import SCHEDULES, Counts
-from core.parallel.recompute import SEGMENTED
+from core.parallel.recompute import SEGMENTED, STORED
 from core.placement.stages import StageSplit
 from core.precision import compute_dtype
 from core.trace.chain import simulate, textbook_chain
@@ -125,7 +126,7 @@ def _telling(model: ModelShape, run: RunShape, stages: StageSplit, own: list[lis
         return [0]
     in_flight, telling = overlapping_schedule(run).in_flight, dict[Any, list[int]]()
     for rank, parts in enumerate(own):
-        blocks = ((id(part.whole), part.state, run.recomputes(part.block)) for part in parts)
+        blocks = ((id(part.whole), part.state, run.recomputes(part.block), run.stores(part.block)) for part in parts)
         sizes = tuple(len(stages.ranges[stage]) for stage in stages.own(rank))
         stage = stages.own(rank)[0]
         ahead = _goes_on(run, stages, rank), _held(run, stage), _waiting_steps(run, stage)
@@ -196,13 +197,19 @@ def _single_changes(model: ModelShape, run: RunShape) -> Iterator[tuple[str, Run
 
 @dataclass(frozen=True)
 class _BlockBytes:
-    """A microbatch's bytes in a block: the fields of `BlockShape`."""
+    """A microbatch's bytes in a block: the fields of `BlockShape`.
+
+    stored   that stay on the device where its activations are kept in another place or form
+    decoded  of compressed ones, that are there at once as they were
+    """
 
     input: float
     everything: float
     selective: float
     working: float
     weighed: float | None
+    stored: float
+    decoded: float
 
 
 def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
@@ -210,7 +217,20 @@ def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
         run.tokens * k.bytes_per_token(run) for k in (block.input, block.everything, block.selective, block.working)
     )
     weighed = None if block.weighed is None else run.tokens * block.weighed.bytes_per_token(run)
-    return _BlockBytes(input, everything, selective, working, weighed)
+    decoded = working if block.decoded is None else run.tokens * block.decoded.bytes_per_token(run)
+    stored = run.tokens * _stored_per_token(block, run)
+    return _BlockBytes(input, everything, selective, working, weighed, stored, decoded)
+
+
+def _stored_per_token(block: BlockShape, run: RunShape) -> float:
+    """Bytes of a block's activations that stay on the device, in the form in which the run keeps them."""
+    if run.recompute == "offload":
+        return 0.0
+    if run.recompute_bits is not None:
+        each = coded_bytes(run.recompute_bits)
+        return block.input.coded_per_token(run, each) + block.everything.coded_per_token(run, each)
+    whole = block.input.bytes_per_token(run) + block.everything.bytes_per_token(run)
+    return whole - block.zeros.bytes_per_token(run) * (0.5 - 1 / (8 * run.width_bytes))
 
 
 def _rank_memory(
@@ -556,6 +576,7 @@ def _block_activations(
     growing  bytes of gradients that come to be on the way back; where segments run again they count to the last
     """
     kept_by, pending_by, beyond = {}, {}, 0.0
+    waiting_block = 0.0  # of offloaded ones, that is still on the device
     splits = SCHEDULES[run.pipeline.schedule].splits_backward and run.pp > 1
     segmented = run.recompute in SEGMENTED
     for stage in stages.own(rank):
@@ -567,8 +588,9 @@ def _block_activations(
             block = sizes[id(model.block_of(index))]
             recomputes = dropped.get(index, run.recomputes(index))
             kept_if_recomputed = block.input + (block.selective if run.recompute == "selective" else 0)
-            again = max(0.0, block.input + block.everything - kept_if_recomputed) if recomputes else 0.0
-            kept += kept_if_recomputed if recomputes else block.input + block.everything
+            whole = block.input + block.everything
+            again = max(0.0, whole - kept_if_recomputed) if recomputes else 0.0
+            kept += kept_if_recomputed if recomputes else block.stored if run.stores(index) else whole
             # Between I and W the gradients of what weights made, of products and norms, and what those were made of.
             waiting = block.selective + 2 * block.input
             if again and block.weighed is not None:
@@ -582,17 +604,73 @@ def _block_activations(
             kept, levels = _segment_levels(model, run, blocks)
             rises = (growing * (len(blocks) - 1 - place) / len(blocks) for place in range(len(blocks)))
             moments = [level - kept if splits else level + rise for level, rise in zip(levels, rises)] or [0.0]
+        if run.recompute in STORED:
+            kept, last, moments = _stored_levels([sizes[id(model.block_of(i))] for i in blocks], run, blocks, growing)
+            waiting_block = max(waiting_block, last)
+            moments = [moment - last for moment in moments]
         kept_by[stage], pending_by[stage] = kept, pending
         beyond = max(beyond, max(moments) - (0.0 if splits else kept))
     if run.pp == 1:
-        return sum(kept_by.values()), sum(kept_by.values()), beyond
+        kept = sum(kept_by.values()) + waiting_block
+        return kept, kept, beyond
 
-    heads = _waiting_heads(model, run, stages, rank)
+    heads = _waiting_heads(model, run, stages, rank) + waiting_block
     behind_forwards, ever = (
         heads + max(sum(kept_by[stage] * n + pending_by[stage] * waits for stage, n, waits in one) for one in moments)
         for moments in overlapping_schedule(run).moments[rank]
     )
     return behind_forwards, ever, beyond
+
+
+def _stored_levels(
+    sizes: Sequence[_BlockBytes], run: RunShape, blocks: range, growing: float
+) -> tuple[float, float, list[float]]:
+    """What a stage's blocks keep of each microbatch, of the last one beside, and when its backward is fullest.
+
+    Of offloaded blocks the last one is still on the device when the forward ends, and on the way back the one before
+    is there, too. Of compressed ones what a node asks for is there as it was, and so is what is being encoded at the
+    end of a block's forward. As activations do not become fewer on the way back, the gradients of blocks behind count.
+    """
+    whole = [size.input + size.everything for size in sizes]
+    is_stored = [run.stores(index) for index in blocks]
+    kept = [size.stored if stored else of for size, stored, of in zip(sizes, is_stored, whole)]
+    chosen = [place for place, stored in enumerate(is_stored) if stored]
+    offloads = run.recompute == "offload"
+    last = whole[chosen[-1]] if offloads and chosen else 0.0
+    levels = [sum(kept) + last]
+    for place, size in enumerate(sizes):
+        before = [other for other in chosen if other < place]
+        level = sum(kept[: place + 1]) + growing * (len(sizes) - 1 - place) / len(sizes)
+        if offloads:
+            level += (whole[place] if is_stored[place] else 0.0) + (whole[before[-1]] if before else 0.0)
+        elif is_stored[place]:
+            level += size.decoded
+            levels.append(sum(kept[:place]) + whole[place] + size.decoded - size.working)
+        levels.append(level)
+    return sum(kept), last, levels
+
+
+def host_activations_bytes(model: ModelShape, run: RunShape) -> int:
+    """Bytes that a rank's offloaded blocks have on the host at once, of the rank with most."""
+    if run.recompute != "offload":
+        return 0
+    stages = stages_of(model, run)
+    sizes = {id(block): _block_bytes(block, run) for block in (model.block, model.largest_block)}
+    most = 0.0
+    for rank in range(run.pp):
+        of_stage = {
+            stage: sum(
+                sizes[id(model.block_of(index))].input + sizes[id(model.block_of(index))].everything
+                for index in stages.ranges[stage]
+                if run.stores(index)
+            )
+            for stage in stages.own(rank)
+        }
+        if run.pp == 1:
+            return round(sum(of_stage.values()))
+        _, ever = overlapping_schedule(run).moments[rank]
+        most = max(most, max(sum(of_stage[stage] * n for stage, n, _ in moment) for moment in ever))
+    return round(most)
 
 
 def _segment_levels(model: ModelShape, run: RunShape, blocks: range) -> tuple[float, list[float]]:

@@ -31,7 +31,7 @@ from core.optim.size import beside_bytes, state_bytes
 from core.parallel.compress import CommConfig, takes, wire_bytes
 from core.parallel.local import WORKERS
 from core.parallel.pipeline.schedule import PipelineConfig
-from core.parallel.recompute import SEGMENTED, RecomputeMode
+from core.parallel.recompute import SEGMENTED, STORED, RecomputeMode
 from core.placement.messages import Sent, Widths, microbatch_bytes, microbatch_calls
 from core.placement.table import Placed, Table, placement, shard_rows
 from core.precision import Precision, compute_dtype, master_dtype
@@ -114,11 +114,18 @@ class Kept:
     whole: float = 0
 
     def bytes_per_token(self, run: RunShape) -> float:
+        return self._per_token(run, run.width_bytes, run.wide_bytes)
+
+    def coded_per_token(self, run: RunShape, each: float) -> float:
+        """Bytes where numbers wait for the backward in `each` bytes; statistics stay as they are."""
+        return self._per_token(run, each, each)
+
+    def _per_token(self, run: RunShape, each: float, widened_each: float) -> float:
         replicated = self.replicated / (run.tp if run.sequence_parallel else 1)
         elements = replicated + self.sharded / run.tp + self.gathered / (1 if run.tp_mode == "1d" else run.tp)
         elements += self.whole / (1 if run.tp_mode == "1d" else run.tp / run.tp_side)
-        widened = run.wide_bytes * self.widened if run.width_bytes < run.wide_bytes else 0
-        return run.width_bytes * elements + run.wide_bytes * self.statistics / run.tp + widened
+        widened = widened_each * self.widened if run.width_bytes < run.wide_bytes else 0
+        return each * elements + run.wide_bytes * self.statistics / run.tp + widened
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,8 @@ class BlockShape:
     selective   kept beside the input with selective checkpointing: the results of matrix products
     weighed     of `everything` what weights' gradients are made from: inputs of products and norms; None: all of it
     working     gradients alive at once on the way back through it
+    zeros       of `everything` results of a ReLU, of which about half are zero
+    decoded     of `everything`, where it is compressed, alive at once as it was; None: as much as `working`
     keys_dim    key/value heads x head size, which context parallelism sends
     scores_dim  heads x head size; q k^T and the sum over v cost 4 x scores_dim x length FLOPs a token
     """
@@ -138,6 +147,8 @@ class BlockShape:
     everything: Kept
     selective: Kept
     working: Kept = field(default_factory=Kept)
+    zeros: Kept = field(default_factory=Kept)
+    decoded: Kept | None = None
     weighed: Kept | None = None
     scores_dim: int = 0
     keys_dim: int = 0
@@ -303,8 +314,9 @@ class RunShape:
     tp_mode, tp_depth  how tp ranks share the model: see `core.mesh.MeshConfig`
     pipeline           schedule and split of the blocks over the pp ranks
     sequence_parallel  norms and residuals cut along the sequence wherever tp > 1, as our plans do
-    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n, or by segments of each
-                       stage's; of mode budget, whose segments a step's trace chooses, there is no closed form
+    recompute          activation checkpointing of blocks 0, n, 2n, … for `recompute_every` n, offloading or compression
+                       (with `recompute_bits` in so many a number), or checkpointing by segments of each stage's; of
+                       mode budget, whose segments a step's trace chooses, there is no closed form
     microbatch_size    sequences per data-parallel rank at once; num_microbatches of them make a step
     reduce_each        gradients are reduced after each microbatch, not only after the last
     comm               how they are compressed
@@ -330,6 +342,7 @@ class RunShape:
     zero: Zero = 0
     recompute: RecomputeMode = "none"
     recompute_every: int = 1
+    recompute_bits: int | None = None
     microbatch_size: int = 1
     num_microbatches: int = 1
     reduce_each: bool = False
@@ -409,6 +422,10 @@ class RunShape:
     def recomputes(self, block: int) -> bool:
         """Does block number `block` drop its activations, by itself?"""
         return self.recompute in ("full", "selective") and block % self.recompute_every == 0
+
+    def stores(self, block: int) -> bool:
+        """Are the activations of block number `block` kept in another place or form?"""
+        return self.recompute in STORED and block % self.recompute_every == 0
 
     @property
     def again(self) -> float:
@@ -568,6 +585,8 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
         ),
         selective=Kept(sharded=qkv + products, gathered=2 * config.dim),
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
+        zeros=Kept(sharded=hidden if config.activation == "relu" else 0),
+        decoded=Kept(sharded=hidden, gathered=0 if config.activation == "relu" else config.dim),
         # A composed norm multiplies its weight with the normalised input, and needs no more.
         weighed=Kept(composed - config.dim if composed else normed_inputs, normed + queries + hidden, 2 * config.dim),
         scores_dim=queries,
@@ -610,6 +629,8 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
             statistics=experts,
         ),
         working=replace(working, sharded=rows * working.sharded, gathered=0, whole=rows * dim),
+        zeros=replace(block.zeros, sharded=rows * block.zeros.sharded),
+        decoded=Kept(sharded=rows * config.ffn_dim, whole=rows * dim),
         weighed=replace(
             weighed,
             sharded=weighed.sharded + (rows - 1) * config.ffn_dim,

@@ -5,7 +5,11 @@
     selective   keep matrix products and convolutions, compute again what is cheap and large: attention, norms,
                 activations (Korthikanti et al. 2022, section 5)
 
-`every` n recomputes one block of n, the first, the (n+1)-th, … and leaves the others as they are.
+    offload     keep what blocks save on the host, and fetch it a block ahead (`core.parallel.offload`)
+    compressed  keep it in fewer bytes, without loss, or, with `bits`, in few bits a number (`core.parallel.encoded`)
+
+`every` n does so with one block of n, the first, the (n+1)-th, … and leaves the others as they are. The last two
+compute nothing again.
 
 And over several blocks (`core.trace.segments`, `core.parallel.recompute_chain`):
 
@@ -23,25 +27,33 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from core.config import UserError, size_in_bytes
+from core.parallel.encoded import Compressed
+from core.parallel.offload import Offloaded
 from core.parallel.pipeline.recompute import checkpoint_once
 from core.parallel.plan import RECOMPUTED, block_lists, blocks_of
 from core.parallel.recompute_chain import RecomputedChain
 from core.parallel.results import PRODUCTS
+from core.parallel.stored import StoredBlocks
 from core.trace.segments import NAMED, Segments, check_segments, size_of
 
-RecomputeMode = Literal["none", "full", "selective", "sqrt", "recursive", "budget"]
+RecomputeMode = Literal["none", "full", "selective", "sqrt", "recursive", "budget", "offload", "compressed"]
 SEGMENTED = (*NAMED, "budget")
 """Modes that compute several blocks again from the input of the first."""
+STORED = ("offload", "compressed")
+"""Modes that compute nothing again, and keep what is saved in another place or form (`core.parallel.stored`)."""
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
     mode: RecomputeMode = "none"
     every: int = 1
-    """recompute one block of this many"""
+    """recompute, offload or compress one block of this many"""
     budget: str | None = None
     """with mode budget: what a device may hold in a step, all together, such as 8GiB; as little as that asks for is
     computed again"""
+    bits: Literal[8, 4] | None = None
+    """with mode compressed: bits of a floating number that waits for the backward; gradients are then approximate.
+    None: only what is shorter without loss"""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -58,6 +70,11 @@ class RecomputeConfig:
         """Whether several blocks are computed again from the input of the first."""
         return self.mode in SEGMENTED
 
+    @property
+    def stored(self) -> bool:
+        """Whether what blocks save is kept in another place or form."""
+        return self.mode in STORED
+
     def unread(self) -> dict[str, str]:
         found = {}
         if self.mode == "none":
@@ -66,6 +83,8 @@ class RecomputeConfig:
             found["every"] = f"with recompute.mode={self.mode}, which says itself what is recomputed; leave it out"
         if self.mode != "budget":
             found["budget"] = f"with recompute.mode={self.mode}, which keeps to none; give --recompute.mode budget"
+        if self.mode != "compressed":
+            found["bits"] = f"with recompute.mode={self.mode}, which rounds nothing; give --recompute.mode compressed"
         return found
 
 
@@ -77,7 +96,7 @@ def apply_recompute(
     segments: Segments | None = None,
     lengths: Sequence[int] | None = None,
     single: bool = False,
-) -> RecomputedChain | None:
+) -> RecomputedChain | StoredBlocks | None:
     """Wrap the forward of the model's blocks, which stays as `recomputed_forward`; names and parameters stay.
 
     in_parts  the backward comes in several, each block's values computed again in the first of them
@@ -85,8 +104,9 @@ def apply_recompute(
     lengths   of the runs of blocks that feed one another; by default of the model's module lists
     single    in the backward of a block the parameters of no other are there, so that no segment may be of several
 
-    Returns the chain of a mode that goes over several blocks. Raises UserError for mode budget without segments, or
-    with some that are of several blocks where none may.
+    Returns the chain of a mode that goes over several blocks, or the blocks that store what they save.
+
+    Raises UserError for mode budget without segments, or with some that are of several blocks where none may.
     """
     if config.mode == "none":
         return None
@@ -109,6 +129,9 @@ def apply_recompute(
                 "parameters of others are not gathered; let each segment be of one block, or use --zero 2"
             )
         return RecomputedChain(blocks, segments)
+    if config.stored:
+        chosen = blocks_of(model)[:: config.every]
+        return Offloaded(chosen) if config.mode == "offload" else Compressed(chosen, config.bits)
     if config.mode == "selective":
         again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
     for block in blocks_of(model)[:: config.every]:

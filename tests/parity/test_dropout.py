@@ -107,6 +107,8 @@ CASES = {
     "replicas": Case(2, {"microbatch": 2}),
     "ZeRO 3": Case(2, {"zero": 3, "recompute": RecomputeConfig("full", 2)}),
     "Gemini": Case(2, {"zero": 3, "gemini": GeminiConfig("1MB"), "recompute": RecomputeConfig("full")}),
+    "offloaded": Case(2, {"zero": 2, "recompute": RecomputeConfig("offload"), "microbatch": 2}),
+    "compressed": Case(2, {"zero": 3, "recompute": RecomputeConfig("compressed")}),
     "tensor": Case(2, {"mesh": MeshConfig(tp=2)}, "tensor"),
     "tensor, ragged": Case(3, {"mesh": MeshConfig(tp=3), "recompute": RecomputeConfig("full")}, "tensor"),
     "sequence": Case(2, {"mesh": MeshConfig(tp=2)}, "sequence"),

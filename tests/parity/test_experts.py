@@ -108,6 +108,7 @@ def test_trains_as_one_rank_does(ranks, name: str, steps: int) -> None:
     [
         (TOPK, MeshConfig(ep=2), 3, {"recompute": RecomputeConfig("full")}),
         (GSHARD, MeshConfig(ep=2), 1, {"recompute": RecomputeConfig("selective")}),
+        (GSHARD, MeshConfig(ep=2), 2, {"recompute": RecomputeConfig("offload")}),
         (TOPK, MeshConfig(ep=2), 2, {"reduce_each": True}),
     ],
 )

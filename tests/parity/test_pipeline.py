@@ -66,6 +66,11 @@ CASES = {
     "interleaved-recomputed": (2, Case(deep(BLOOM), TWO, staged("interleaved", recompute=SELECTIVE))),
     "1f1b-recursive": (2, Case(deep(LLAMA), TWO, staged("1f1b", recompute=RecomputeConfig("recursive")))),
     "1f1b-budget": (2, Case(deep(LLAMA), TWO, staged("1f1b", recompute=BUDGET), segments=SEGMENTS)),
+    "1f1b-offloaded": (2, Case(deep(LLAMA), TWO, staged("1f1b", recompute=RecomputeConfig("offload")))),
+    "interleaved-zero2-compressed": (
+        4,
+        Case(deep(GPT2), TWO, staged("interleaved", 2, microbatches=3, recompute=RecomputeConfig("compressed", 2))),
+    ),
     "zbv-sqrt": (2, Case(deep(GPT2), TWO, staged("zbv", recompute=RecomputeConfig("sqrt")))),
     "zb-h1-recomputed": (2, Case(deep(GPT2), TWO, staged("zb-h1", recompute=FULL))),
     "zbv-recomputed": (2, Case(deep(LLAMA), TWO, staged("zbv", recompute=SELECTIVE))),

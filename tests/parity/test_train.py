@@ -125,7 +125,7 @@ def test_accumulation_of_sharded_gradients(ranks, zero: int) -> None:
     check(ranks, 4, Case(GPT2, mesh=MeshConfig(tp=2), parallel=parallel(zero, reduce_each=True), microbatch=2))
 
 
-RECOMPUTED = products(mode=["full", "selective"], zero=[0, 3])
+RECOMPUTED = products(mode=["full", "selective", "offload", "compressed"], zero=[0, 3])
 
 
 @pytest.mark.parametrize("name", few_rows(RECOMPUTED, strength=1))

@@ -54,6 +54,8 @@ TABLES = {
             "--recompute.mode full",
             "--recompute.mode recursive",
             "--recompute.mode budget --recompute.budget 1GiB",
+            "--recompute.mode offload",
+            "--recompute.mode compressed",
             "--compile",
             "--optim.name lamb",
             "--optim.name muon",

@@ -51,6 +51,7 @@ TRAINING: dict[str, Any] = {
     "pipeline.replicas": (2, 1),
     "pipeline.schedule": "gpipe",
     "pipeline.split": (1, 2),
+    "recompute.bits": 8,
     "recompute.budget": "1GiB",
     "reduce_each": True,
 }

@@ -89,7 +89,8 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
         return Clock(self._issued(self._current))
 
     def wait(self, event: Any) -> None:
-        self._wait(self._current, event)
+        if event is not None:
+            self._wait(self._current, event)
 
     def host_waits(self, event: Any) -> None:
         self._wait(HOST, event)

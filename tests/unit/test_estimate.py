@@ -23,6 +23,7 @@ from core.estimate import (
     megatron_block,
     require_fit,
 )
+from core.estimate.memory import host_activations_bytes
 from core.estimate.pipeline import stage_costs
 from core.estimate.time import step_flops
 from core.kernels import cross_entropy
@@ -395,6 +396,47 @@ def test_agrees_with_the_accounted_allocations_of_a_real_step(
     )
     estimated = estimate_memory(decoder_shape(config, device_type="cpu"), run).peak_bytes
     assert estimated == pytest.approx(measured, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "every", "bits", "mode"),
+    [
+        ("gpt2", "fp32", 1, None, "offload"),
+        ("llama", "fp32", 2, None, "offload"),
+        ("opt", "bf16", 1, None, "offload"),
+        ("mixtral", "fp32", 1, None, "offload"),
+        ("opt", "fp32", 1, None, "compressed"),
+        ("gpt2", "fp32", 1, 4, "compressed"),
+        ("llama", "bf16", 1, 8, "compressed"),
+        ("mixtral", "fp32", 1, 8, "compressed"),
+    ],
+)
+def test_what_waits_elsewhere_agrees_with_a_real_step(family, precision, every, bits, mode, monkeypatch):
+    """As above; of a ReLU's results about half are zero when a run begins."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", CHUNK_BYTES)
+    config, length = FAMILIES[family], 128
+    options = ParallelConfig(precision=precision, recompute=RecomputeConfig(mode, every, bits=bits))
+    with start("cpu") as runtime:
+        measured = accounted_peak_bytes(config, runtime.mesh(MeshConfig()), options, 8, length, 1)
+    run = RunShape(
+        precision=precision,
+        recompute=mode,
+        recompute_every=every,
+        recompute_bits=bits,
+        microbatch_size=8,
+        sequence_length=length,
+    )
+    model = decoder_shape(config, device_type="cpu")
+    assert estimate_memory(model, run).peak_bytes == pytest.approx(measured, rel=0.04)
+
+
+def test_the_host_holds_what_is_offloaded():
+    """Every second block's activations, as much as a plain run has on the device."""
+    model = decoder_shape(SMALL)
+    run = RunShape(recompute="offload", recompute_every=2, microbatch_size=3, sequence_length=128)
+    block = model.block.input.bytes_per_token(run) + model.block.everything.bytes_per_token(run)
+    assert host_activations_bytes(model, run) == 3 * 128 * block * ((SMALL.num_layers + 1) // 2)
+    assert host_activations_bytes(model, replace(run, recompute="full")) == 0
 
 
 def test_head_without_tiles_counts_the_whole_softmax():

@@ -85,7 +85,7 @@ def test_accumulation(ranks, num_ranks: int) -> None:
     check(ranks, num_ranks, case(OPT, TIGHT, microbatch=4), evicts=True)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "offload", "compressed"])
 def test_recomputation(ranks, mode: str) -> None:
     check(ranks, 2, case(GPT2, TIGHT, recompute=RecomputeConfig(mode)), evicts=True)
 
