@@ -39,6 +39,11 @@ class ElasticConfig:
     are missed; where HOST is this machine and nobody listens, a store is started. None: the launch is the run"""
     min: int = 1
     """replicas that a step takes at least; with fewer the run saves and waits"""
+    max: int | None = None
+    """replicas that a step takes at most; those that come later wait as spares. None: as many as it has rows"""
+    buddy_every: int | None = None
+    """keep each rank's state also in memory that outlives it, every so many steps: where no replica is left that has
+    the state, the next one takes it from there, without a disk. None: from the last checkpoint"""
     lost_after: float = 5.0
     """seconds without a sign of life after which a replica is taken for lost"""
 
@@ -47,6 +52,13 @@ class ElasticConfig:
             parse_address(self.store)
         if self.min < 1:
             raise UserError(f"elastic.min={self.min}; give a number of replicas, at least 1")
+        if self.max is not None and self.max < self.min:
+            raise UserError(f"elastic.max={self.max}; give a number of replicas, at least elastic.min={self.min}")
+        if self.buddy_every is not None and self.buddy_every < 1:
+            raise UserError(
+                f"elastic.buddy_every={self.buddy_every}; give a number of steps, at least 1, or leave it out to keep "
+                "state in checkpoints alone"
+            )
         if not 1 <= self.lost_after < float("inf"):
             raise UserError(f"elastic.lost_after={self.lost_after}; give seconds, at least 1")
 
@@ -55,7 +67,7 @@ class ElasticConfig:
         if self.store is not None:
             return {}
         why = "without elastic.store, through which replicas find each other; give --elastic.store localhost:29400"
-        return dict.fromkeys(("min", "lost_after"), why)
+        return dict.fromkeys(("min", "max", "buddy_every", "lost_after"), why)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ What the ranks of all replicas share is a store, in which `core.members` keeps w
 Where a replica is lost before that, none takes the step: gradients are dropped, buffers and random generators put back,
 the rest become the next generation and repeat the step with its rows dealt out anew. So no row of the data is lost or
 seen twice, and losses are those of the undisturbed run up to the order of sums. A replica that joins does so between
-two steps, and gets parameters, optimizer, averages, loss scale, buffers and random state from the first one.
+two steps, and gets parameters, optimizer, averages, loss scale, buffers and random state from the first one. Where none
+is left that has the state, it comes from memory that outlives replicas (`core.train.buddies`), or from a checkpoint.
 
 The first replica leads: it writes the log, evaluates and saves; of every step the log says who had which rows. When it
 is lost the next one takes over. Messages between replicas go from the host, also those of a GPU's gradients.
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ from core.parallel.data import in_buckets
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, gloo_group
+from core.train.buddies import Buddies, check_buddies, pieces
 from core.train.config import TrainConfig
 from core.train.folder import changes, dotted, run_log, write_config
 from core.train.meter import Meter
@@ -175,6 +177,7 @@ class Replica:
         self.num_rows, self.rows = 0, range(0)
         self.verdict = ""
         self.group: Group | None = None
+        self.before_votes: Callable[[], None] = lambda: None
         sizes = {n: m.numel() * m.element_size() for n, m in parallel.masters.items()}
         self._messages = in_buckets(sizes, parallel.table)
 
@@ -184,6 +187,7 @@ class Replica:
     @torch.no_grad()
     def exchange(self, weight: Tensor, mean: Tensor) -> Tensor:
         assert self.group is not None
+        self.before_votes()
         self._members.arrive()
         masters = self._parallel.masters
         used = [float(master.grad is not None) for master in masters.values()]
@@ -231,6 +235,10 @@ class _Run:
         )  # fmt: skip
         self.replica = Replica(self.parallel, self.members, lambda: stop.requested or state.stopping)
         state.elastic = self.replica
+        self.buddies: Buddies | None = None
+        if given.buddy_every is not None:
+            self.buddies = Buddies(given.buddy_every, self.members, self._tell)
+            self.replica.before_votes = self.buddies.settle
         self.last = min(config.steps, config.stop_after or config.steps)
         self.step, self.saved = 0, -1
         self.first: int | None = None  # of a run that goes on from a checkpoint
@@ -244,6 +252,8 @@ class _Run:
     def run(self) -> dict[str, Any]:
         """Train to the end, or to where this replica leaves.  Returns its summary."""
         self.members.join(_must_agree(self.config, self.runtime))
+        if self.buddies is not None:
+            self.buddies.join()
         while True:
             try:
                 generation = self._regroup()
@@ -265,9 +275,10 @@ class _Run:
 
     def _regroup(self) -> Generation | None:
         units = rows_of_step(self.batches, self.step) // self.axis.size()
+        most = min(units, self.config.elastic.max or units)
         if self.step == self.last:  # nothing is computed any more
             self.members.least = 1
-        return self.members.regroup(self.step, units, self._save_alone, lambda: self.stop.requested)
+        return self.members.regroup(self.step, most, self._save_alone, lambda: self.stop.requested)
 
     def _save_alone(self) -> None:
         """Save where there are too few replicas; of those that are there the first one does."""
@@ -290,10 +301,7 @@ class _Run:
         begins = not generation.holders and members.leads
         with members.working("setup", times=False):
             if begins:
-                self.step = self.first = 0
-                again = generation.number > 1
-                self.first = resume(self.state, self.checkpointer, self.config, again)
-                self.step = self.saved = self.first or 0
+                self._begin(again=generation.number > 1)
         members.arrive()
         self.replica.group = Group(members, "all", members.position, len(generation.members))
         holders = generation.holders or generation.members[:1]
@@ -315,29 +323,49 @@ class _Run:
             )
         self.repeats = False
 
+    def _begin(self, again: bool) -> None:
+        """Take the state from where it is left, or begin anew.  again: the run had begun before."""
+        self.step = self.first = 0
+        if again and self.buddies is not None:
+            found = self.buddies.find(agreed(self.checkpointer.latest()) or 0)
+            if found is not None:
+                self._take_state(found.head, pieces(found))
+                self._tell(
+                    f"elastic: no replica is left that has the state; that behind step {self.step} is taken from the "
+                    f"memory of {', '.join(found.machines)}, and {max(0, found.taken - self.step)} steps are repeated"
+                )
+                return
+        self.first = resume(self.state, self.checkpointer, self.config, again)
+        self.step = self.saved = self.first or 0
+
+    def _head(self, names: Iterable[str]) -> dict[str, Any]:
+        """What a replica is given beside tensors of these names."""
+        head = {"step": self.step, "saved": self.saved, "first": self.first, "record": self.state.record()}
+        return head | {"random": rng_text(), "names": list(names)}
+
     def _share_state(self, group: Group) -> None:
         """The state of the first of a group, to the others.  Raises Aborted."""
         if group.place:
-            self._take_state(group)
+            text = torch.zeros(int(group.from_first(torch.zeros(1, dtype=torch.int64))), dtype=torch.uint8)
+            head = json.loads(group.from_first(text).numpy().tobytes())
+            self._take_state(head, lambda like: group.from_first(torch.empty_like(like, device="cpu").contiguous()))
             return
         tensors = self.state.complete_tensors()
-        head = {"step": self.step, "saved": self.saved, "first": self.first, "record": self.state.record()}
-        head |= {"random": rng_text(), "names": list(tensors)}
-        text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(json.dumps(self._head(tensors)).encode()), dtype=torch.uint8)
         group.from_first(torch.tensor([len(text)]))
         group.from_first(text)
         for tensor in tensors.values():
             group.from_first(local(tensor).detach().cpu().contiguous())
 
-    def _take_state(self, group: Group) -> None:
+    def _take_state(self, head: dict[str, Any], values: Callable[[Tensor], Tensor]) -> None:
+        """values: those of one tensor after the other, each like what it is given"""
+
         def fill(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], None]:
-            text = torch.zeros(int(group.from_first(torch.zeros(1, dtype=torch.int64))), dtype=torch.uint8)
-            head = json.loads(group.from_first(text).numpy().tobytes())
             if head["names"] != list(tensors):
                 raise RuntimeError("this replica's tensors are not those of the replica that it joins")
             for tensor in tensors.values():
                 place = local(tensor).detach()
-                place.copy_(group.from_first(torch.empty_like(place, device="cpu").contiguous()))
+                place.copy_(values(place))
             self.step, self.saved, self.first = head["step"], head["saved"], head["first"]
             set_rng_text(head["random"])
             self.parallel.draws.forget()
@@ -441,6 +469,8 @@ class _Run:
         if log is not None and self.evaluate is not None and config.evaluate_every and step < self.last:
             row |= self.evaluate() if step % config.evaluate_every == 0 else {}
         self.kept.append(row)
+        if self.buddies is not None:
+            self._keep(self.buddies)
         if log is not None:
             log.write(row)
         if not math.isfinite(self.state.loss):
@@ -450,11 +480,28 @@ class _Run:
                 self._save()
             self.saved = step
 
+    def leave_buddies(self) -> None:
+        """This replica's state is on the disk, or others go on with it."""
+        if self.buddies is not None:
+            self.buddies.leave()
+
+    def _keep(self, buddies: Buddies) -> None:
+        buddies.clear()
+        tensors: dict[str, Tensor] = {}
+
+        def complete() -> dict[str, Tensor]:
+            tensors.update(self.state.complete_tensors())
+            return tensors
+
+        buddies.keep(self.step, lambda: self._head(tensors), complete)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _end(self, log: "_Log | None") -> dict[str, Any]:
         """The last checkpoint and the summary, by the replica that leads; the others wait, in case that one is lost."""
         summary = self.meter.summary(self.step, self.config.steps, self.state)
+        if self.buddies is not None:
+            self.buddies.settle()
         with self.members.working("end", times=False):
             if log is not None:
                 if self.saved != self.step:
@@ -465,6 +512,8 @@ class _Run:
                 log.rows.summarise(summary)
         self.members.arrive()
         self.members.vote()
+        if self.buddies is not None:
+            self.buddies.end_lost()
         self.members.leave(over=True)
         return summary if log is not None else summary | {"status": "followed"}
 
@@ -532,6 +581,7 @@ def fit_elastically(
     step_of  `train_step`, that wants a batch and a step
     """
     _check(state)
+    check_buddies(config.elastic.buddy_every, config.elastic.min)
     with ExitStack() as stack:
         state.parallel.prepare(state.optimizer, sample)
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, state.parallel.whole_mesh)
@@ -540,8 +590,11 @@ def fit_elastically(
         run = _Run(state, batches, config, runtime, meter, step_of, evaluate, checkpointer, stop)
         stack.callback(run.members.leave)
         try:
-            return run.run()
+            summary = run.run()
+            run.leave_buddies()
+            return summary
         except Excluded:
+            run.leave_buddies()
             if runtime.leads:
                 print(excluded(config.elastic.lost_after), file=sys.stderr, flush=True)
             raise SystemExit(1) from None

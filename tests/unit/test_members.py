@@ -47,14 +47,22 @@ def test_commands_whose_data_one_launch_prepares_refuse_it() -> None:
         DiffusionConfig(elastic=STORE)
 
 
-@pytest.mark.parametrize(("given", "words"), [({"min": 0}, "elastic.min=0"), ({"lost_after": 0.1}, "lost_after=0.1")])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"min": 0}, "elastic.min=0"),
+        ({"lost_after": 0.1}, "lost_after=0.1"),
+        ({"buddy_every": 0}, "elastic.buddy_every=0; give a number of steps"),
+        ({"min": 3, "max": 2}, "elastic.max=2; give a number of replicas, at least elastic.min=3"),
+    ],
+)
 def test_numbers_are_checked(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ElasticConfig("localhost:29400", **given)
 
 
 def test_without_a_store_the_rest_is_not_read() -> None:
-    assert set(ElasticConfig().unread()) == {"min", "lost_after"}
+    assert set(ElasticConfig().unread()) == {"min", "max", "buddy_every", "lost_after"}
     assert not STORE.unread()
 
 
