@@ -18,7 +18,7 @@ from benchmarks.result import Measured, Number, Row
 from benchmarks.run import Benchmark, Options, main
 from core.checkpoint import CheckpointConfig, complete_steps
 from core.config import run_command
-from tests.support.elastic import ROWS, config, dealt_out, fork, replica, rows, store, train, wait_for_step
+from tests.support.elastic import ROWS, config, dealt_out, fork, pause, replica, rows, store, train, wait_for_step
 
 PAUSE_S = 0.02
 START_S = 120.0
@@ -53,7 +53,7 @@ def _taken(out: Path) -> int:
 def _undisturbed(out: Path, steps: int) -> float:
     kept = store()
     given = config(out, kept.port, steps, REPLICAS)
-    all_of_them = [replica(given, out.parent / "said", PAUSE_S) for _ in range(REPLICAS)]
+    all_of_them = [replica(given, out.parent / "said", pause(PAUSE_S)) for _ in range(REPLICAS)]
     wait_for_step(out, 1, START_S)
     begin = time.monotonic()
     for process in all_of_them:
@@ -64,7 +64,7 @@ def _undisturbed(out: Path, steps: int) -> float:
 def _elastic(out: Path, steps: int, every: int) -> tuple[list[float], float, int]:
     kept, seconds = store(), list[float]()
     given = config(out, kept.port, steps, 2)
-    running = [replica(given, out.parent / "said", PAUSE_S) for _ in range(REPLICAS)]
+    running = [replica(given, out.parent / "said", pause(PAUSE_S)) for _ in range(REPLICAS)]
     wait_for_step(out, 1, START_S)
     begin = time.monotonic()
     try:
@@ -73,7 +73,7 @@ def _elastic(out: Path, steps: int, every: int) -> tuple[list[float], float, int
             alive = [process for process in running if process.is_alive()]
             alive[0].kill()
             seconds.append(wait_for_step(out, rows(out)[-1]["step"] + 1, START_S))
-            running.append(replica(given, out.parent / "said", PAUSE_S))
+            running.append(replica(given, out.parent / "said", pause(PAUSE_S)))
         wait_for_step(out, steps, START_S)
         rate = _taken(out) / (time.monotonic() - begin)
     finally:
@@ -111,7 +111,7 @@ def _restarted(out: Path, steps: int, every: int) -> tuple[list[float], float, N
 def _train(given: object, said: Path) -> None:
     sys.stdout = sys.stderr = said.open("a", buffering=1)
     # One rank computes what three replicas share: it takes the rows of all, so its pause is a third.
-    train(given, PAUSE_S / REPLICAS)  # pyright: ignore[reportArgumentType]
+    train(given, pause(PAUSE_S / REPLICAS))  # pyright: ignore[reportArgumentType]
     os._exit(0)
 
 

@@ -22,6 +22,7 @@ from tests.support.elastic import (
     config,
     dealt_out,
     fork,
+    pause,
     replica,
     replica_of_ranks,
     rows,
@@ -32,15 +33,16 @@ from tests.support.elastic import (
 )
 
 LIMIT_S = 10.0
-"""from a kill to the next step"""
+"""from a kill to the next step, where nothing else runs"""
 START_S = 120.0
+"""after which what is waited for does not come"""
 
 
 class Replicas:
     """Those of one run; none outlives the test."""
 
     def __init__(self, given: TrainConfig, folder: Path, pause_s: float):
-        self.given, self.folder, self.pause_s = given, folder, pause_s
+        self.given, self.folder, self.pause = given, folder, pause(pause_s)
         self.all: list[BaseProcess] = []
 
     @property
@@ -49,23 +51,19 @@ class Replicas:
 
     def start(self, number: int = 1) -> None:
         for _ in range(number):
-            self.all.append(replica(self.given, self.folder / f"said-{len(self.all)}", self.pause_s))
+            self.all.append(replica(self.given, self.folder / f"said-{len(self.all)}", self.pause))
 
     def step(self) -> int:
         found = rows(self.given.out)
         return found[-1]["step"] if found else 0
 
-    def wait_for_step(self, step: int, limit_s: float = LIMIT_S) -> float:
+    def wait_for_step(self, step: int, limit_s: float = START_S) -> float:
         return wait_for_step(self.given.out, step, limit_s, self.all)
 
     def wait_for_members(self, number: int) -> None:
-        """Until a step is taken by so many."""
-        begin = time.monotonic()
-        while not (found := rows(self.given.out)) or found[-1]["replicas"] < number:
-            assert time.monotonic() - begin < START_S
-            time.sleep(0.02)
+        wait_for_members(self.given.out, number)
 
-    def wait_to_say(self, words: str, limit_s: float = LIMIT_S) -> str:
+    def wait_to_say(self, words: str, limit_s: float = START_S) -> str:
         """Until one of them says so.  Returns what it has said."""
         begin = time.monotonic()
         while True:
@@ -75,11 +73,15 @@ class Replicas:
             assert time.monotonic() - begin < limit_s, words
             time.sleep(0.02)
 
-    def end(self, limit_s: float = START_S) -> list[int | None]:
-        """Wait for all.  Returns their exit codes."""
-        for process in self.all:
+    def end(self, limit_s: float = START_S) -> list[int]:
+        """Let them run to the end, and wait for all.  Returns their exit codes."""
+        self.pause.value = 0
+        codes = list[int]()
+        for place, process in enumerate(self.all):
             process.join(limit_s)
-        return [process.exitcode for process in self.all]
+            assert process.exitcode is not None, f"{place} has not ended: {said(self.folder / f'said-{place}')[-500:]}"
+            codes.append(process.exitcode)
+        return codes
 
     def kill(self) -> None:
         for process in self.alive:
@@ -89,6 +91,14 @@ class Replicas:
             process.join()
 
 
+def wait_for_members(out: Path, number: int) -> None:
+    """Until the last step was taken by so many."""
+    begin = time.monotonic()
+    while not (found := rows(out)) or found[-1]["replicas"] < number:
+        assert time.monotonic() - begin < START_S
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def kept() -> TCPStore:
     return store()
@@ -96,8 +106,9 @@ def kept() -> TCPStore:
 
 @pytest.fixture
 def run(tmp_path: Path, kept: TCPStore, request: pytest.FixtureRequest) -> Iterator[Replicas]:
-    steps, least, pause_s = getattr(request, "param", (24, 2, 0.03))
-    found = Replicas(config(tmp_path / "run", kept.port, steps, least), tmp_path, pause_s)
+    """steps and pause: half a minute, which is what a test's replicas have for what they must see"""
+    steps, least, pause_s, lost_after = getattr(request, "param", (80, 2, 0.15, 60.0))
+    found = Replicas(config(tmp_path / "run", kept.port, steps, least, lost_after), tmp_path, pause_s)
     yield found
     found.kill()
 
@@ -143,7 +154,7 @@ def test_units_are_dealt_out_evenly() -> None:
 def test_kills_and_joins_change_no_loss(run: Replicas, tmp_path: Path) -> None:
     """The one that leads, one while another joins, two at once."""
     run.start(4)
-    run.wait_for_step(3, START_S)
+    run.wait_for_step(3)
     run.wait_for_members(4)
     draw, seconds = random.Random(0), []
     leader = str(rows(run.given.out)[-1]["rows"]).split("'")[1]
@@ -155,6 +166,7 @@ def test_kills_and_joins_change_no_loss(run: Replicas, tmp_path: Path) -> None:
         begin = time.monotonic()
         run.wait_for_step(run.step() + 2)
         seconds.append(time.monotonic() - begin)
+        run.wait_for_members(4)
     codes = run.end()
     assert sorted(set(codes)) == [-signal.SIGKILL, 0]
     print(f"seconds from a kill to the step after the next: {[round(s, 2) for s in seconds]}")
@@ -167,18 +179,16 @@ def test_a_rank_of_several_takes_its_replica_along(form: str, tmp_path: Path, ke
     """Within a replica lie tensor parallelism, stages or ZeRO's shards, of which the others have copies."""
     within = {"tp": {"mesh": MeshConfig(tp=2)}, "pp": {"mesh": MeshConfig(pp=2)}, "zero3": {"zero": 3}}[form]
     within |= {"microbatch": None if form == "pp" else 2}
-    given, all_ranks = config(tmp_path / "run", kept.port, 48, 1, **within), []
+    given, all_ranks, slow = config(tmp_path / "run", kept.port, 80, 1, **within), [], pause(0.15)
     try:
         for number in range(2):
-            all_ranks += replica_of_ranks(given, tmp_path / f"said-{number}", 2, 0.05)
-        wait_for_step(given.out, 2, START_S)
-        begin = time.monotonic()
-        while rows(given.out)[-1]["replicas"] < 2:
-            assert time.monotonic() - begin < START_S
-            time.sleep(0.02)
+            all_ranks += replica_of_ranks(given, tmp_path / f"said-{number}", 2, slow)
+        wait_for_members(given.out, 2)
         all_ranks[1].kill()
-        wait_for_step(given.out, rows(given.out)[-1]["step"] + 2, LIMIT_S)
-        all_ranks += replica_of_ranks(given, tmp_path / "said-2", 2, 0.05)
+        wait_for_step(given.out, rows(given.out)[-1]["step"] + 2, START_S)
+        all_ranks += replica_of_ranks(given, tmp_path / "said-2", 2, slow)
+        wait_for_members(given.out, 2)
+        slow.value = 0
         for process in all_ranks:
             process.join(START_S)
         assert [process.exitcode for process in all_ranks[2:4]] == [0, 0]
@@ -197,7 +207,7 @@ def test_twenty_kills_lose_nothing(number: int, tmp_path: Path, kept: TCPStore) 
     run = Replicas(config(tmp_path / "run", kept.port, steps, 2), tmp_path, 0.02)
     try:
         run.start(number)
-        run.wait_for_step(3, START_S)
+        run.wait_for_step(3)
         kills = 0
         while kills < 20:
             many = draw.choice([1, 1, 2])
@@ -210,7 +220,7 @@ def test_twenty_kills_lose_nothing(number: int, tmp_path: Path, kept: TCPStore) 
             if len(run.alive) < number:
                 run.start(number - len(run.alive))
             begin, step = time.monotonic(), run.step()
-            run.wait_for_step(min(step + 1, steps))
+            run.wait_for_step(min(step + 1, steps), LIMIT_S)
             seconds.append(time.monotonic() - begin)
         assert run.step() < steps, "all kills fell into the run"
         assert set(run.end(600)) == {-signal.SIGKILL, 0}
@@ -220,6 +230,7 @@ def test_twenty_kills_lose_nothing(number: int, tmp_path: Path, kept: TCPStore) 
     check(tmp_path, run.given.out, steps)
 
 
+@pytest.mark.parametrize("run", [(80, 2, 0.15, 5.0)], indirect=True)
 def test_one_that_only_hangs_is_lost_and_learns_so(run: Replicas, tmp_path: Path) -> None:
     run.start(3)
     run.wait_for_members(3)
@@ -236,7 +247,7 @@ def test_one_that_only_hangs_is_lost_and_learns_so(run: Replicas, tmp_path: Path
 
 def test_too_few_wait_say_for_whom_and_save(run: Replicas, tmp_path: Path) -> None:
     run.start(2)
-    run.wait_for_step(3, START_S)
+    run.wait_for_step(3)
     run.all[0].kill()
     line = run.wait_to_say("of at least 2 replicas")
     assert "1 of at least 2 replicas is there; lost: replica" in line
@@ -263,14 +274,14 @@ def test_one_that_is_asked_to_stop_leaves_and_all_that_are_stop(run: Replicas, t
     assert (run.given.out / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-@pytest.mark.parametrize("run", [(100_000, 2, 0.05)], indirect=True)
+@pytest.mark.parametrize("run", [(100_000, 2, 0.05, 3.0)], indirect=True)
 def test_another_run_in_the_store_is_refused(run: Replicas, tmp_path: Path) -> None:
     run.start(2)
-    run.wait_for_step(2, START_S)
+    run.wait_for_step(2)
     first = run.given
     for changed, words in (
-        (config(tmp_path / "other", _port(first), first.steps, 2), "in use by the run in"),
-        (config(first.out, _port(first), first.steps + 1, 2), "configured otherwise"),
+        (config(tmp_path / "other", _port(first), first.steps, 2, 3.0), "in use by the run in"),
+        (config(first.out, _port(first), first.steps + 1, 2, 3.0), "configured otherwise"),
     ):
         refused = replica(changed, tmp_path / "refused")
         refused.join(START_S)

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from ctypes import c_double
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,23 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def config(out: Path, port: int | None, steps: int, least: int = 1, **options: Any) -> TrainConfig:
-    elastic = ElasticConfig() if port is None else ElasticConfig(f"127.0.0.1:{port}", least, lost_after=3.0)
+def config(
+    out: Path, port: int | None, steps: int, least: int = 1, lost_after: float = 60.0, **options: Any
+) -> TrainConfig:
+    """lost_after: so long that no replica of a busy machine is taken for lost; the dead are found by their process"""
+    elastic = ElasticConfig() if port is None else ElasticConfig(f"127.0.0.1:{port}", least, lost_after=lost_after)
     return config_of(out, **{"steps": steps, "elastic": elastic, "microbatch": 2, **options})
 
 
-def train(given: TrainConfig, pause_s: float = 0.0, dropout: float = 0.2) -> dict[str, Any]:
-    """pause_s: that a forward takes at least, so that a kill finds it in the middle of a step"""
+def pause(seconds: float) -> c_double:
+    """Seconds that a forward takes at least, so that a kill finds it in the middle of a step.  The processes that are
+    forked share them: with 0 a run that has seen enough comes to its end."""
+    return fork.Value("d", seconds, lock=False)  # one that is killed would keep a lock
 
+
+def train(given: TrainConfig, pause_s: c_double | None = None, dropout: float = 0.2) -> dict[str, Any]:
     def slow_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        time.sleep(pause_s)
+        time.sleep(0.0 if pause_s is None else pause_s.value)
         return loss(model, batch)
 
     with start("cpu", given.seed) as runtime:
@@ -67,7 +75,7 @@ def train(given: TrainConfig, pause_s: float = 0.0, dropout: float = 0.2) -> dic
         return fit(parallel, optimizer, Batch(), slow_loss, given, runtime)
 
 
-def _main(given: TrainConfig, said: Path, pause_s: float) -> None:
+def _main(given: TrainConfig, said: Path, pause_s: c_double | None) -> None:
     sys.stdout = sys.stderr = said.open("a", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
@@ -80,19 +88,21 @@ def _main(given: TrainConfig, said: Path, pause_s: float) -> None:
     os._exit(run_command(main, []))
 
 
-def replica(given: TrainConfig, said: Path, pause_s: float = 0.0) -> BaseProcess:
+def replica(given: TrainConfig, said: Path, pause_s: c_double | None = None) -> BaseProcess:
     """Start one: a fork, so that all is imported."""
     process = fork.Process(target=_main, args=(given, said, pause_s))
     process.start()
     return process
 
 
-def _rank(given: TrainConfig, said: Path, pause_s: float, environment: dict[str, str]) -> None:
+def _rank(given: TrainConfig, said: Path, pause_s: c_double | None, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     _main(given, said, pause_s)
 
 
-def replica_of_ranks(given: TrainConfig, said: Path, num_ranks: int, pause_s: float = 0.0) -> list[BaseProcess]:
+def replica_of_ranks(
+    given: TrainConfig, said: Path, num_ranks: int, pause_s: c_double | None = None
+) -> list[BaseProcess]:
     """Start the ranks of one."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
