@@ -154,7 +154,13 @@ def start_keeper(store: tuple[str, int]) -> tuple[str, int]:
     with socket.create_connection(store, timeout=ANSWER_S) as known:
         own = known.getsockname()[0]
     command = [sys.executable, "-m", "core.keeper", f"{host}:{port}"]
-    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # whoever reads what the ranks say would wait for it
+    )
     assert process.stdout is not None
     with process.stdout as said:
         return own, int(said.readline())

@@ -76,9 +76,10 @@ class Buddies:
 
     def __init__(self, every: int, members: Members, told: Callable[[str], None]):
         self.every, self._members, self._told = every, members, told
-        self._starts = False
-        self._own: _At | None = None
-        self._next: _At | None = None
+        self._firsts: list[int] = []
+        """the first rank of each machine of this replica"""
+        self._first = -1
+        self._to: list[_At] = []
         self._connections: dict[_At, Keeper] = {}
         self._staged = torch.empty(0, dtype=torch.uint8)
         self._sending: threading.Thread | None = None
@@ -88,20 +89,38 @@ class Buddies:
         self._cleared = -1
 
     def join(self) -> None:
-        """Find this machine's keeper, and start it on the first rank there.  A collective of this replica."""
-        members, machines = self._members, self._members.places()
-        firsts = [machines.index(machine) for machine in dict.fromkeys(machines)]
-        first = machines.index(place())
-        self._starts = members.rank == first
-        found = gathered(self._start(machines[first]) if self._starts else None)
-        self._own = found[first]
-        if len(firsts) > 1:
-            self._next = found[firsts[(firsts.index(first) + 1) % len(firsts)]]
+        """Find this machine's keeper, and start it on the first rank there.  A collective of a replica that has become
+        a member: others' keepers are ended."""
+        if self._firsts:
+            return
+        machines = self._members.places()
+        self._firsts = [machines.index(machine) for machine in dict.fromkeys(machines)]
+        self._first = machines.index(place())
+        if self._starts:
+            self._start()
+        gathered(None)  # all have started theirs
+        self._find()
 
-    def _start(self, machine: str) -> _At:
-        at = _At(self._members.id, machine.split()[0], *start_keeper(parse_address(self._members.address)))
+    @property
+    def _starts(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self._members.rank == self._first
+
+    def _start(self) -> None:
+        at = _At(self._members.id, place().split()[0], *start_keeper(parse_address(self._members.address)))
         self._members.add_note(_KEEPERS, json.dumps(at))
-        return at
+        self._members.note(self._of_machine(self._first), json.dumps(at))
+
+    def _find(self) -> None:
+        """The keepers of this machine, and of the next where there is one."""
+        after = self._firsts[(self._firsts.index(self._first) + 1) % len(self._firsts)]
+        self._to = [
+            _At(*json.loads(self._members.noted(self._of_machine(first)) or ""))
+            for first in dict.fromkeys((self._first, after))
+        ]
+
+    def _of_machine(self, first: int) -> str:
+        return f"keeper/{self._members.id}/{first}"
 
     # --- to keep ------------------------------------------------------------------------------------------------------
 
@@ -115,18 +134,22 @@ class Buddies:
         """
         generation = self._members.generation
         assert generation is not None
-        if self._members.leads:
+        if self._members.leads and self._members.rank == 0:
             self._members.note(_TAKEN, str(step))
         alone = len(generation.members) == 1
         if step % self.every and not (alone and self._generation != generation.number):
             return
+        if self._failed is not None:  # it was ended by itself
+            if self._starts:
+                self._start()
+            self._find()
         self._generation = generation.number
         sizes = self._stage(tensors())
         text = torch.frombuffer(bytearray(json.dumps({"tensors": sizes, **head()}).encode()), dtype=torch.uint8)
         copy = {"rank": self._members.rank, "step": step, "generation": generation.number}
         body = [memoryview(len(text).to_bytes(8, "big")), text.numpy().data, self._staged.numpy().data]
-        to = [at for at in (self._own, self._next if alone else None) if at is not None]
         self._failed = None
+        to = self._to if alone else self._to[:1]
         self._sending = threading.Thread(target=self._send, args=(to, copy, body), name="copies", daemon=True)
         self._sending.start()
 
@@ -159,7 +182,7 @@ class Buddies:
         self._sending.join()
         self._sending = None
         if self._failed is not None:
-            self._told(f"warning: rank {self._members.rank}'s state is not kept in memory ({self._failed})")
+            self._told(f"warning: a keeper is gone ({self._failed}); the next copy goes to another")
 
     def clear(self) -> None:
         """Behind a step that all have taken: once they have copies of this generation, end keepers of lost replicas."""
@@ -186,8 +209,8 @@ class Buddies:
             self._sending = None
         for keeper in self._connections.values():
             keeper.close()
-        if self._own is not None and self._starts:
-            _end(self._own)
+        if self._to and self._starts:
+            _end(self._to[0])
 
     # --- to take ------------------------------------------------------------------------------------------------------
 
