@@ -239,7 +239,7 @@ class TrainConfig(ParallelConfig):
                     f"zero={self.zero} and no mesh.dp_replicate",
                     "that is the number of workers, within which ZeRO shards",
                     "--mesh.dp-replicate 2",
-                ): self.zero > 0 and mesh.dp_replicate is None,
+                ): self.zero > 0 and mesh.dp_replicate is None and self.elastic.store is None,
                 (
                     "mesh.cp_mode=mixed",
                     "its two axes are of the whole mesh",
@@ -265,8 +265,6 @@ class TrainConfig(ParallelConfig):
             (not self.ELASTIC, "this command", "its data is prepared by one launch", "megalith llm"),
             (self.local.asynchronous is not None, f"local.async={self.local.asynchronous}",
              "its workers never take a step together", "no --local.async"),
-            (self.local.every > 0, f"local.every={self.local.every}", "its workers are ranks of one launch",
-             "no --local.every"),
             (self.comm.compress is not None, f"comm.compress={self.comm.compress}",
              "what was not sent yet is lost with a replica", "no --comm.compress"),
             (self.comm.gradients is not None, f"comm.gradients={self.comm.gradients}",
@@ -283,6 +281,29 @@ class TrainConfig(ParallelConfig):
                 raise UserError(
                     f"elastic.store={self.elastic.store} with {given}: {why}; use {instead}, or no --elastic.store"
                 )
+
+        if self.rounds is not None:
+            self._check_elastic_rounds(self.rounds)
+
+    def _check_elastic_rounds(self, rounds: LocalTrainingConfig) -> None:
+        """Raises UserError for what local workers that come and go cannot do."""
+        every, saved = rounds.every, self.checkpoint.every
+        for there, given, why, instead in (
+            (rounds.start > 0, f"local.start={rounds.start}", "before it all workers would take each step together",
+             "no --local.start"),
+            (rounds.fragments > 1, f"local.fragments={rounds.fragments}", "a worker joins where all rounds end",
+             "no --local.fragments"),
+            (rounds.overlap > 0, f"local.overlap={rounds.overlap}", "a worker that is lost meanwhile would be averaged",
+             "no --local.overlap"),
+            (rounds.bits is not None, f"local.bits={rounds.bits}", "what was not sent yet is lost with a worker",
+             "no --local.bits"),
+            (self.elastic.buddy_every is not None, f"elastic.buddy_every={self.elastic.buddy_every}",
+             "every worker has theta and the outer momentum", "no --elastic.buddy-every"),
+            (saved % every > 0, f"checkpoint.every={saved}", f"what is saved is of whole rounds of local.every={every}",
+             f"--checkpoint.every {max(1, round(saved / every)) * every}"),
+        ):  # fmt: skip
+            if there:
+                raise UserError(f"elastic.store with local.every={every} and {given}: {why}; use {instead}")
 
     def _check_noise_scale(self) -> None:
         """Raises UserError where no rank has the gradient of its own rows, or its shards, before they are reduced."""

@@ -208,7 +208,7 @@ class Replica:
         return mean.new_tensor(losses / total, dtype=torch.float64)
 
 
-class _Run:
+class Run:
     """An elastic run, on one rank of one replica."""
 
     def __init__(
@@ -252,8 +252,6 @@ class _Run:
     def run(self) -> dict[str, Any]:
         """Train to the end, or to where this replica leaves.  Returns its summary."""
         self.members.join(_must_agree(self.config, self.runtime))
-        if self.buddies is not None:
-            self.buddies.join()
         while True:
             try:
                 generation = self._regroup()
@@ -298,6 +296,8 @@ class _Run:
     def _set_up(self, generation: Generation) -> None:
         """Make the groups, give the state to those that have none.  Raises Aborted."""
         members = self.members
+        if self.buddies is not None:
+            self.buddies.join()
         begins = not generation.holders and members.leads
         with members.working("setup", times=False):
             if begins:
@@ -372,9 +372,13 @@ class _Run:
             return head["record"], None
 
         self.state.take(fill)
+        self._joined()
+
+    def _joined(self) -> None:
+        """Called when this replica has taken another's state."""
 
     @contextmanager
-    def _leading(self, generation: Generation) -> Iterator["_Log"]:
+    def _leading(self, generation: Generation) -> Iterator["Log"]:
         """Write what one replica writes, for as long as this one leads."""
         with ExitStack() as stack:
             if self.runtime.leads:
@@ -384,7 +388,7 @@ class _Run:
             fresh = self.step == 0 and self.first is None and generation.number == 1
             rows = stack.enter_context(run_log(self.config, self.runtime, None if fresh else self.step))
             progress = Progress(self.config.steps, first_step=self.step, active=self.runtime.leads)
-            log = _Log(rows, stack.enter_context(progress))
+            log = Log(rows, stack.enter_context(progress))
             log.catch_up(self.kept, self.step)
             if generation.number == 1 and self.first is not None:
                 progress.message(f"continuing after step {self.first}{changes(self.state.loaded, self.state.values)}")
@@ -413,33 +417,47 @@ class _Run:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _train(self, generation: Generation, log: "_Log | None") -> bool:
+    def _train(self, generation: Generation, log: "Log | None") -> bool:
         """Take steps for as long as this generation lasts.  Returns whether another follows.  Raises Aborted."""
-        members, replica, num_members = self.members, self.replica, len(generation.members)
-        rows = Rows(self.batches, members.position, num_members)
-        pinned = self.parallel.device.type == "cuda"
-        with Prefetch(rows, self.axis.get_local_rank(), self.axis.size(), step=self.step, pinned=pinned) as source:
+        members, replica = self.members, self.replica
+        with self._batches(generation) as (source, rows):
             while self.step < self.last:
-                replica.num_rows = rows_of_step(self.batches, self.step)
-                dealt = {
-                    m: rows.of_replica(replica.num_rows, self.axis.size(), p) for p, m in enumerate(generation.members)
-                }
-                replica.rows = dealt[members.id]
+                dealt = self._deal(generation, rows)
                 with self.meter.step(self.state), members.working(f"{self.step}"), self._put_back():
                     batch = next(source)
                     row = self.step_of(batch=batch, step=self.step)
-                self._after(row, generation, dealt, log)
+                self._after(self._row(row, generation, dealt), log)
                 if self.step > 2 and self.runtime.leads and members.leads:
                     members.forget(f"{self.step - 3}")
                 if replica.verdict == "regroup":
-                    leavers = members.leavers()
-                    if members.id in leavers:
-                        self.stop.requested = True
-                        if leavers >= set(generation.members):
-                            self._stop_all(log)
-                        return False
-                    return self.step < self.last
+                    return self._goes_on(generation, log)
             return False
+
+    @contextmanager
+    def _batches(self, generation: Generation) -> Iterator[tuple[Prefetch, Rows]]:
+        """This rank's batches, from the next step on, and who has which rows."""
+        rows = Rows(self.batches, self.members.position, len(generation.members))
+        pinned = self.parallel.device.type == "cuda"
+        with Prefetch(rows, self.axis.get_local_rank(), self.axis.size(), step=self.step, pinned=pinned) as source:
+            yield source, rows
+
+    def _deal(self, generation: Generation, rows: Rows) -> dict[int, range]:
+        """The next step's rows of each member; this replica's are those that it takes."""
+        replica, ranks = self.replica, self.axis.size()
+        replica.num_rows = rows_of_step(self.batches, self.step)
+        dealt = {m: rows.of_replica(replica.num_rows, ranks, place) for place, m in enumerate(generation.members)}
+        replica.rows = dealt[self.members.id]
+        return dealt
+
+    def _goes_on(self, generation: Generation, log: "Log | None") -> bool:
+        """Behind a step after which members change: whether this replica has another generation."""
+        leavers = self.members.leavers()
+        if self.members.id in leavers:
+            self.stop.requested = True
+            if leavers >= set(generation.members):
+                self._stop_all(log)
+            return False
+        return self.step < self.last
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -460,12 +478,16 @@ class _Run:
         persistent = self.parallel.model.state_dict(keep_vars=True)
         return [buffer for name, buffer in self.parallel.model.named_buffers() if name in persistent]
 
-    def _after(self, row: dict[str, Any], generation: Generation, dealt: dict[int, range], log: "_Log | None") -> None:
+    def _row(self, row: dict[str, Any], generation: Generation, dealt: dict[int, range]) -> dict[str, Any]:
+        """The row of metrics of a step that has just been taken."""
         self.step += 1
-        config, step = self.config, self.step
-        row = {"step": step, **row, **self.meter.row(row.pop("tokens"))}
+        row = {"step": self.step, **row, **self.meter.row(row.pop("tokens"))}
         row |= {"replicas": len(dealt), "generation": generation.number}
         row["rows"] = {str(member): [rows.start, rows.stop] for member, rows in dealt.items()}
+        return row
+
+    def _after(self, row: dict[str, Any], log: "Log | None") -> None:
+        config, step = self.config, self.step
         if log is not None and self.evaluate is not None and config.evaluate_every and step < self.last:
             row |= self.evaluate() if step % config.evaluate_every == 0 else {}
         self.kept.append(row)
@@ -497,7 +519,7 @@ class _Run:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _end(self, log: "_Log | None") -> dict[str, Any]:
+    def _end(self, log: "Log | None") -> dict[str, Any]:
         """The last checkpoint and the summary, by the replica that leads; the others wait, in case that one is lost."""
         summary = self.meter.summary(self.step, self.config.steps, self.state)
         if self.buddies is not None:
@@ -517,14 +539,14 @@ class _Run:
         self.members.leave(over=True)
         return summary if log is not None else summary | {"status": "followed"}
 
-    def _stop_all(self, log: "_Log | None") -> None:
+    def _stop_all(self, log: "Log | None") -> None:
         """All replicas are asked to stop: the first one saves."""
         if log is not None and self.saved != self.step:
             self._save()
             self.checkpointer.wait()
             log.rows.summarise(self.meter.summary(self.step, self.config.steps, self.state))
 
-    def _left(self, log: "_Log | None" = None) -> dict[str, Any]:
+    def _left(self, log: "Log | None" = None) -> dict[str, Any]:
         if log is None and self.members.generation is not None and self.members.remains_first and self.members.alone:
             self._save_alone()
         self.members.leave()
@@ -532,7 +554,7 @@ class _Run:
         return self.meter.summary(self.step, self.config.steps, self.state) | {"status": "stopped"}
 
 
-class _Log:
+class Log:
     """The metrics of a run and what is shown of it, by the replica that leads."""
 
     def __init__(self, rows: RunLog, progress: Progress):
@@ -575,10 +597,12 @@ def fit_elastically(
     step_of: StepOf,
     sample: Sample,
     evaluate: Callable[[], Mapping[str, float]] | None,
+    of: type[Run] = Run,
 ) -> dict[str, Any]:
     """`core.train.fit` of a replica.  Returns its summary; its status is `followed` where another one led to the end.
 
     step_of  `train_step`, that wants a batch and a step
+    of       what its steps are
     """
     _check(state)
     check_buddies(config.elastic.buddy_every, config.elastic.min)
@@ -587,7 +611,7 @@ def fit_elastically(
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, state.parallel.whole_mesh)
         stack.callback(checkpointer.close)
         stop = stack.enter_context(StopRequest())
-        run = _Run(state, batches, config, runtime, meter, step_of, evaluate, checkpointer, stop)
+        run = of(state, batches, config, runtime, meter, step_of, evaluate, checkpointer, stop)
         stack.callback(run.members.leave)
         try:
             summary = run.run()
