@@ -263,10 +263,14 @@ def _placed(options: list[str], places: tuple[str, ...], config: Any) -> list[st
     return named + options[len(named) :]
 
 
+_BARE = ("--resume", "--ray")
+"""Options that need no value, which then is auto."""
+
+
 def _spelled_out(options: list[str], config: Any) -> tuple[list[str], list[str]]:
     """The options as the parser takes them, and a line for each spelling and name of the version before.
 
-    `field=value` gets its dashes, and a bare --resume its value.  Raises UserError for an option under two names.
+    `field=value` gets its dashes, and an option of `_BARE` its value.  Raises UserError for an option under two names.
     """
     fields = {called: name for name, called in _called(config).items()}
     names, renamed = {*option_names(config), *fields}, dict(_renamed(config))
@@ -292,8 +296,8 @@ def _spelled_out(options: list[str], config: Any) -> tuple[list[str], list[str]]
         spelled.append(f"--{name}={value}{unit}" if equals else f"--{name}")
         unit = "" if equals else unit
     for index, word in enumerate(spelled):
-        if word == "--resume" and (index + 1 == len(spelled) or spelled[index + 1].startswith("--")):
-            spelled[index] = "--resume=auto"
+        if word in _BARE and (index + 1 == len(spelled) or spelled[index + 1].startswith("--")):
+            spelled[index] = f"{word}=auto"
     return spelled, notes
 
 
@@ -554,7 +558,8 @@ class App:
     """`NAME COMMAND …`: what an app's commands are called, and how one is run.
 
     package   of the app; its last part is NAME
-    commands  name -> what it does; the command is `main` of the package's module of that name, imported only then
+    commands  name -> what it does; the command is `main` of the package's module of that name, with _ in the place of
+              -, imported only then
     usage     what stands behind COMMAND in the help
     bare      (module, line of the help) for arguments that begin with an option; without one they are refused
     """
@@ -587,7 +592,7 @@ class App:
                 f"the commands are {', '.join(self.commands)}{without}"
             )
         with importing():
-            main = import_module(f"{self.package}.{module}").main
+            main = import_module(f"{self.package}.{module.replace('-', '_')}").main
         return main(rest) or 0
 
     def _help(self) -> str:

@@ -13,11 +13,17 @@ Between operations m is sharded by sequences and z by rows; each operation has w
     transition                either
     structure module          residues of a rank attend to all; what they gather is joined
 
-m is switched by all-to-all, and so is z with gradients. Parameters are whole on every rank; their gradients are sums
-over the axis of what each rank found (`partial_parameters`).
+Where the outer product mean comes first, as in models of complexes, m is by sequences: one factor is switched to
+residues, the other gathered, and m goes back to sequences at the block's end.
+
+m is switched by all-to-all, and so is z with gradients. Parameters are whole on every rank. Of those that work on
+shards a rank finds a part of the gradient, and the whole is the sum over the axis (`_PARTIAL`); of the others, whose
+inputs all ranks have whole, each rank finds all of it. What comes behind the shards, the loss too, is computed alike on
+every rank.
 
 `shard_evoformer(model, axis)` wraps a model so; it takes and returns what it did. With `apply_subbatches` before it the
-operations work in slices of what a rank has, in place where no gradient is recorded.
+operations work in slices of what a rank has, in place where no gradient is recorded. `AXIAL` is the same as a plan,
+with which `core.compose` trains over the mesh's axis tp; axial_messages.py has what it sends.
 
 Shapes: B batch, S sequences, N residues, I of these on a rank, D = c_m, Z = c_z, C channels, H heads.
 """
@@ -32,26 +38,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from apps.fold.axial_messages import MESSAGES
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.embedders import ExtraEmbedder, TemplatePairEmbedder
-from apps.fold.model.evoformer import EvoformerBlock, PairUpdates
-from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.evoformer import EvoformerBlock
+from apps.fold.model.features import ChainIds, Features, TemplateFeatures
 from apps.fold.model.folding import Recycled
-from apps.fold.model.heads import Heads, Logits, aligned_tm_scores, predicted_aligned_error
+from apps.fold.model.heads import Heads, Logits, aligned_tm_scores, chain_tm_scores, predicted_aligned_error
 from apps.fold.model.layers import Transition
 from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
+from apps.fold.model.multimer import MultimerPointAttention, TemplateChainsEmbedder
 from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention, Keys
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
 from apps.fold.subbatch.execute import as_the_model_has_it, replace_method
 from apps.fold.subbatch.operations import operations_of
 from apps.fold.subbatch.products import A, B, Product
-from apps.fold.subbatch.reading import PairNumbers
+from apps.fold.subbatch.reading import PairNumbers, best_of_both
 from apps.fold.subbatch.slices import How, collect, every, first_only, put, stands_for_host, update
 from core.comm.collectives import all_reduce_max, copy_to, gather_from, join_from, split_to, take_shard
 from core.kernels.gated_output import gated_residual
 from core.kernels.triangle import pair_product
 from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch, transpose_
+from core.parallel.draws import replicated
+from core.placement.style import AXIS, Plan, Style
 
 _ROWS, _COLUMNS = 1, 2  # dims of z[B, I, J, Z], and of m[B, S, N, D]
 _PARTS, _PIECE_BYTES = 8, 2**24  # a factor of the triangle product travels in so many parts, not in smaller ones
@@ -63,35 +73,43 @@ def shard_evoformer(model: AlphaFold, axis: DeviceMesh, choices: Mapping[str, Ho
     choices  slices by operation (apps.fold.subbatch); of a rank's rows
     """
     hows = choices or {}
+    blocks = [module for module in model.modules() if isinstance(module, EvoformerBlock)]
+    first = {id(block.outer_product_mean) for block in blocks if block.outer_first}
     for name, module, _ in operations_of(model):
-        run = _RUNS.get(type(module))
+        run = _outer_product_first if id(module) in first else _RUNS.get(type(module))
         if run is not None:
             slot = "gather" if isinstance(module, InvariantPointAttention) else "forward"
             original = as_the_model_has_it(module, slot)
             replace_method(module, slot, partial(run, module, original, hows.get(name), axis))
-    for module in model.modules():
-        if isinstance(module, EvoformerBlock):
-            replace_method(module, "forward", partial(_block, module, type(module).forward.__get__(module), axis))
+    for block in blocks:
+        replace_method(block, "forward", partial(_block, block, type(block).forward.__get__(block), axis))
     replace_method(model, "nothing", partial(_nothing, model, axis))
+    replace_method(model, "settled", partial(_settled, type(model).settled.__get__(model), axis))
     replace_method(model, "embed_pairs", partial(_embed_pairs, model, hows.get("embed_pairs"), axis))
     replace_method(model, "embed_msa", partial(_embed_msa, AlphaFold.embed_msa.__get__(model), axis))
     replace_method(model, "trunk", partial(_trunk, AlphaFold.trunk.__get__(model), axis))
     extra = model.extra_embedder
-    replace_method(extra, "forward", partial(_extra, type(extra).forward.__get__(extra), extra, axis))
+    replace_method(extra, "forward", partial(_extra, extra, axis))
     replace_method(model.heads, "forward", partial(_heads, model.heads, axis))
     return model
 
 
-def partial_parameters(model: AlphaFold) -> set[str]:
-    """Names of the parameters whose gradients are sums over the axis of what each rank finds."""
-    embedder, structure = model.input_embedder, model.structure_module
-    own = (embedder.left, embedder.right, embedder.position, model.recycling_embedder.distance)
-    own += (model.recycling_embedder.pair_norm, structure.pair_norm, structure.attention.bias, structure.attention)
-    own += (model.heads.distogram, model.heads.pae)
-    blocks = (m for m in model.modules() if isinstance(m, EvoformerBlock | PairUpdates | TemplatePairEmbedder))
-    found = {id(p) for module in own if module is not None for p in module.parameters(recurse=False)}
-    found |= {id(p) for block in blocks for p in block.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+def _trained(model: AlphaFold, axis: DeviceMesh) -> AlphaFold:
+    """The model over the axis, with dropouts whose factors all ranks draw alike, by their place in the whole."""
+    return replicated.wrap(shard_evoformer(model, axis), axis)
+
+
+_PARTIAL = (
+    *("input_embedder.left.**", "input_embedder.right.**", "input_embedder.position.**"),
+    *("recycling_embedder.distance.**", "recycling_embedder.pair_norm.**"),
+    *("template_embedder.pairs.**", "extra_embedder.**", "extra_blocks.**", "blocks.**"),
+    *("structure_module.pair_norm.**", "structure_module.attention.bias.**", "structure_module.attention.point_weight"),
+    *("heads.distogram.**", "heads.pae.**"),
+)
+"""Patterns of the parameters whose gradients are sums over the axis of what each rank finds."""
+
+AXIAL: Plan = {"": Style(partial=dict.fromkeys(_PARTIAL, (AXIS,)), messages=MESSAGES, wrap=_trained)}
+"""The plan of a model to be trained: `core.placement.style` of the whole."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +139,17 @@ def _bias(pair_bias: Callable[[Tensor], Tensor], how: How | None, z: Tensor) -> 
 
 
 def _block(block: EvoformerBlock, whole: Callable[..., Any], axis: DeviceMesh, m: Tensor, z: Tensor, *masks: Tensor):
-    """m goes back to shards of sequences while the pairs are worked on."""
-    _, z = whole(m, z, *masks)
-    returning: Switch = block.outer_product_mean.__dict__.pop("returning")
+    """m goes back to shards of sequences while the pairs are worked on, or, where they are told first, behind that."""
+    if block.outer_first:
+        m, z = whole(m, z, *masks)
+        return switch(m, 2, 1, z.shape[2], axis), z
+    try:
+        _, z = whole(m, z, *masks)
+    finally:  # a checkpoint that has computed again what it needs leaves the block before its end
+        returning: Switch | None = block.outer_product_mean.__dict__.pop("returning", None)
+        if returning is not None:
+            returning.wait()
+    assert returning is not None
     return returning.finish(), z
 
 
@@ -156,7 +182,24 @@ def _outer_product(
     a_BSIC, b_BSIC = module.factors(m, mask_BSI)
     module.__dict__["returning"] = begin_switch(m, 2, 1, mask.shape[2], axis)
     b_BSNC = _gathered(b_BSIC, 2, mask.shape[2], axis)
+    return _outer_update(module, how, z, a_BSIC, b_BSNC, mask_BSI, mask_BSN)
 
+
+def _outer_product_first(
+    module: OuterProductMean, whole: Any, how: How | None, axis: DeviceMesh, m: Tensor, z: Tensor, mask: Tensor
+) -> Tensor:
+    """m is by sequences, and stays so."""
+    mask_BSN, S = mask.to(m.dtype), mask.shape[1]
+    a_BRNC, b_BRNC = module.factors(m, take_shard(mask_BSN, 1, axis))
+    coming, b_BSNC = begin_switch(a_BRNC, 1, 2, S, axis), _gathered(b_BRNC, 1, S, axis)
+    del a_BRNC, b_BRNC
+    return _outer_update(module, how, z, coming.finish(), b_BSNC, take_shard(mask_BSN, 2, axis), mask_BSN)
+
+
+def _outer_update(
+    module: OuterProductMean, how: How | None, z: Tensor, a_BSIC: Tensor, b_BSNC: Tensor, mask_BSI: Tensor,
+    mask_BSN: Tensor,
+) -> Tensor:  # fmt: skip
     def rows(at: slice) -> Tensor:
         return z[:, at] + module.update(a_BSIC[:, :, at], b_BSNC, mask_BSI[:, :, at], mask_BSN)
 
@@ -288,18 +331,52 @@ def _template_pairs(
     return update(z, _slices(how, z.shape[1]), 1, rows)
 
 
-def _extra(whole: Callable[[Features], Tensor], module: ExtraEmbedder, axis: DeviceMesh, features: Features) -> Tensor:
-    """This rank's sequences; without gradients no others are made."""
+def _chain_templates(
+    module: TemplateChainsEmbedder, whole: Any, how: How | None, axis: DeviceMesh, z: Tensor,
+    templates: TemplateFeatures, mask: Tensor, ids: ChainIds,
+) -> Tensor:  # fmt: skip
+    """As one rank does it (apps.fold.subbatch.operations), of this rank's rows."""
+    N, T, total = mask.shape[1], templates.mask_BT.shape[1], None
+    mine = shard_of(N, axis)
+    count, slices = mine.stop - mine.start, _slices(how, z.shape[1])
+    for t in range(T):
+
+        def part(at: slice, t: int = t) -> Tensor:
+            there = slice(mine.start + at.start, mine.start + at.stop)
+            return module.pairs(z[:, at], templates, t, ids, there)
+
+        if count:
+            t_BINC = _padded(collect(count, _slices(how, count), 1, part), N, axis)
+        else:
+            t_BINC = z.new_zeros(*z.shape[:3], module.norm.weight.shape[0])
+        for block in module.blocks:
+            t_BINC = block(t_BINC, mask)
+        t_BINC = update(t_BINC, slices, 1, lambda at, x=t_BINC: module.norm(x[:, at]))
+        if total is None:
+            total = t_BINC
+        else:
+            total = update(total, slices, 1, lambda at, x=total, y=t_BINC: x[:, at] + y[:, at])
+    assert total is not None
+    sums = total
+    return update(z, slices, 1, lambda at: z[:, at] + module.read(sums[:, at], T))
+
+
+def _settled(whole: Callable[..., bool], axis: DeviceMesh, last: Recycled | None, now: Recycled, mask: Tensor) -> bool:
+    """All ranks end recycling together, though one of them may round otherwise."""
+    if now.alpha_BN3 is None or now.alpha_BN3.is_meta:
+        return False
+    return bool(all_reduce_max(torch.tensor(float(whole(last, now, mask)), device=mask.device), axis))
+
+
+def _extra(module: ExtraEmbedder, axis: DeviceMesh, features: Features) -> Tensor:
+    """This rank's sequences."""
     length = features.extra_msa_BEN.shape[1]
-    if torch.is_grad_enabled():
-        return split_to(whole(features), 1, axis)
     return _padded(module.sequences(features, shard_of(length, axis)), length, axis)
 
 
 def _embed_msa(whole: Callable[..., tuple[Tensor, Tensor]], axis: DeviceMesh, *given: Any) -> tuple[Tensor, Tensor]:
     m_BSND, mask_BSN = whole(*given)
-    mine = split_to(m_BSND, 1, axis)
-    return (mine if torch.is_grad_enabled() else mine.clone()), mask_BSN  # a view would keep the whole alive
+    return split_to(m_BSND, 1, axis).clone(), mask_BSN  # a view would keep the whole alive
 
 
 def _trunk(
@@ -361,26 +438,49 @@ def read_shards(
     host: Callable[..., Tensor] = torch.empty,
     *,
     distances: bool = True,
+    chains_N: Tensor | None = None,
 ) -> PairNumbers:
     """Read a rank's rows as `apps.fold.subbatch.reading.read_pairs`; the axis' first rank gets all, others theirs.
 
     how        slices of a rank's rows
     host       makes the results' tensors
     distances  whether they are asked for
+    chains_N   the chain of each residue of a complex, from 0
     """
     N, mine, rows = z_BINZ.shape[2], shard_of(z_BINZ.shape[2], axis), z_BINZ.shape[1]
     near = _distances(heads, z_BINZ, axis, how, host) if distances else None
     pae = None if heads.pae is None else host((rows, N), dtype=torch.float32)
     scores = [z_BINZ.new_zeros(1, 1, dtype=torch.promote_types(z_BINZ.dtype, torch.float32))]
+    across, by_chain = [scores[0][0]], []
     for at in _slices(how, rows):
         if heads.pae is not None and pae is not None:
             logits = heads.pae(z_BINZ[:, at])
             put(pae[at], predicted_aligned_error(logits)[0])
-            scores.append(aligned_tm_scores(logits, mask_BN)[:, : max(0, mine.stop - mine.start - at.start)])
+            there = slice(mine.start + at.start, min(mine.stop, mine.start + at.stop))
+            count = max(0, there.stop - there.start)
+            scores.append(aligned_tm_scores(logits, mask_BN)[:, :count])
+            if chains_N is not None and count:
+                found = chain_tm_scores(logits[0, :count], chains_N, chains_N[there])
+                across.append(found[0])
+                by_chain.append(found[1])
     near = None if near is None else _on_first(near, N, axis)
     if pae is None:
         return PairNumbers(near, None, None)
-    return PairNumbers(near, _on_first(pae, N, axis), all_reduce_max(torch.cat(scores, 1).amax(), axis))
+    ptm = all_reduce_max(torch.cat(scores, 1).amax(), axis)
+    pae = _on_first(pae, N, axis)
+    if chains_N is None:
+        return PairNumbers(near, pae, ptm)
+    iptm = all_reduce_max(torch.cat(across).amax(), axis)
+    return PairNumbers(near, pae, ptm, iptm, _best_of_chains(by_chain, chains_N[mine], chains_N, scores[0], axis))
+
+
+def _best_of_chains(by_chain: list[Tensor], own: Tensor, chains_N: Tensor, like: Tensor, axis: DeviceMesh) -> Tensor:
+    """[chains, chains] of all ranks' rows, of which by_chain are this one's."""
+    C = int(chains_N.max()) + 1
+    best = like.new_zeros(C, C)
+    for chain in own.unique().tolist():
+        best[chain] = torch.cat(by_chain)[own == chain].amax(0)
+    return best_of_both(all_reduce_max(best, axis))
 
 
 def _distances(heads: Heads, z_BINZ: Tensor, axis: DeviceMesh, how: How | None, host: Callable[..., Tensor]) -> Tensor:
@@ -408,6 +508,7 @@ def _on_first(own: Tensor, length: int, axis: DeviceMesh) -> Tensor:
 
 _RUNS: dict[type[nn.Module], Callable[..., Tensor]] = {
     TemplatePairEmbedder: _template_pairs,
+    TemplateChainsEmbedder: _chain_templates,
     RowAttentionWithPairBias: _row_attention,
     ColumnAttention: _column_attention,
     ColumnGlobalAttention: _column_attention,
@@ -416,4 +517,5 @@ _RUNS: dict[type[nn.Module], Callable[..., Tensor]] = {
     TriangleMultiplication: _multiply,
     TriangleAttention: _triangle_attention,
     InvariantPointAttention: _gather,
+    MultimerPointAttention: _gather,
 }

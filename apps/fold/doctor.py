@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.fold.golden import compare, examine
+from apps.fold.search.on_ray import installed_ray
 from core.config import UserError, parse
 from core.precision import compute_dtype
 from core.runtime import device_kind
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> int:
     sick = _by_rounding(config) if config.limit is None else _by_limit(config, config.limit)
     within = "what rounding explains" if config.limit is None else f"{config.limit:g}"
     verdict = f"differs beyond {within}: {', '.join(sick)}" if sick else f"equal within {within}"
+    print(f"fold msa --ray: {installed_ray()}")
     print(f"torch {torch.__version__} on {config.device}: {verdict}")
     return 1 if sick else 0
 

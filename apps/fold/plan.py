@@ -97,8 +97,6 @@ def _show_shares(job: FoldJob, budget: int, config: FoldPlanConfig) -> int:
         raise UserError("megalith fold plan --nproc needs the length: --length 10000")
     if isinstance(job.config, ESMFoldConfig):
         raise UserError(f"{config.model} is ESMFold, which one rank predicts; leave out --nproc")
-    if isinstance(job.config, MultimerConfig):
-        raise UserError(f"{config.model} is a model of complexes, which one rank predicts; leave out --nproc")
     axis = Absent(config.nproc)
     shares = plan_shares(job, budget, axis, of_process=config.kind == "cpu")
     table = Table("operation", "of a rank's rows")

@@ -19,7 +19,7 @@ from apps.fold.features.text import unpacked_name
 from apps.fold.output.confidence import Folded
 from apps.fold.output.files import fits_pdb, write_mmcif, write_pdb
 from apps.fold.relaxation.amber import INSTALL, Amber, find_openmm
-from apps.fold.relaxation.protocol import Minimizer, Relaxed, Structure, Tell, relax
+from apps.fold.relaxation.protocol import Limit, Minimizer, Relaxed, Structure, Tell, relax
 from apps.fold.relaxation.violations import Violations, drawn_apart
 from core.config import UserError, parse
 from core.files import replace_file, replacing
@@ -41,7 +41,7 @@ class RelaxConfig:
     platform: str = "CPU"
     """OpenMM's, for amber: CPU, Reference, and what else is installed, such as CUDA"""
     time_limit: float = TIME_LIMIT
-    """seconds that a structure may take; what was reached by then is written"""
+    """seconds that a structure may take; what was reached by then is written, be it the structure as it was given"""
 
     def __post_init__(self) -> None:
         check_limit(self.time_limit, "time_limit")
@@ -101,7 +101,7 @@ def _files(given: Path) -> list[Path]:
     return [found[stem] for stem in sorted(found)]
 
 
-def chosen(method: Method, platform: str = "CPU") -> Callable[[Structure], Minimizer]:
+def chosen(method: Method, platform: str = "CPU") -> Callable[[Structure, Limit], Minimizer]:
     """The minimizer.  Raises UserError for amber where OpenMM is not installed; auto says so, and takes the other."""
     if method == "violations":
         return Violations
@@ -120,7 +120,7 @@ def relax_file(
     path: Path,
     folder: Path,
     stem: str,
-    minimizer: Callable[[Structure], Minimizer],
+    minimizer: Callable[[Structure, Limit], Minimizer],
     limit_s: float,
     tell: Tell = lambda text: None,
     name: str = "",
@@ -195,6 +195,8 @@ def said(found: Relaxed) -> str:
     text = f"{found.method}, {rounds}; residues with violations {before} -> {after}, RMSD {found.rmsd:.2f} Å"
     if found.rounds:
         text += f", {_energy(found.rounds[0].energy_before)} -> {_energy(found.rounds[-1].energy_after)} kcal/mol"
+    if not found.rounds:
+        return f"{text}; the limit of time passed before the first round"
     return f"{text}; stopped by the limit of time" if found.cut_short else text
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from apps.fold.axial import FirstTwo, read_shards, shard_evoformer
-from apps.fold.model.alphafold import AlphaFold
+from apps.fold.model.network import trainable
 from apps.fold.subbatch import HEADS, FoldJob, How
 from apps.fold.subbatch.counting import MetaAccount
 from apps.fold.subbatch.planner import (
@@ -116,7 +116,7 @@ def _counted(job: FoldJob, choices: tuple[tuple[str, How], ...], axis: Absent) -
               for name in ("evoformer", "extra")}  # fmt: skip
     short = replace(config, **stacks, structure=replace(config.structure, num_layers=1))
     with torch.device("meta"):
-        model = AlphaFold(short).to(job.dtype).eval()
+        model = trainable(short).to(job.dtype).eval()
         others = torch.empty(weights_bytes(config, job.dtype) - weights_bytes(short, job.dtype), dtype=torch.uint8)
     mesh = cast(DeviceMesh, axis)  # of which sizes alone are asked where nothing travels
     two = {name: FirstTwo(how.method, how.rows) for name, how in choices}

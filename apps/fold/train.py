@@ -14,9 +14,10 @@ from torch import nn
 
 from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.model.network import trainable
+from apps.fold.training import plan
 from apps.fold.training.batches import FoldBatches
-from apps.fold.training.config import FoldTrainConfig, check_combination, model_config
-from apps.fold.training.dataset import Dataset, beside, load, prepare, report_refused
+from apps.fold.training.config import FoldTrainConfig, check_combination, model_config, plan_of
+from apps.fold.training.dataset import Dataset, beside, clusters_of, load, prepare, report_refused
 from apps.fold.training.initialise import fill, initialise
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
@@ -36,7 +37,12 @@ from core.train import checkpoint_path, fit, launch_run, open_run
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 2 when nothing could be trained; files that are left out get a line each."""
+    """Exit code 2 when nothing could be trained; files that are left out get a line each.
+
+    With --plan the run is planned, and not begun.
+    """
+    if "--plan" in argv:
+        return plan.main([word for word in argv if word != "--plan"])
     config = parse(RECIPES, argv, "megalith fold train", default="initial_training")
     check_combination(config)
     if config.nproc > 1 and not launched():
@@ -52,21 +58,22 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
     with start(config.device, config.seed) as runtime, ExitStack() as run_folder:
         if config.compile:
             require_compiler(runtime.device)
-        mesh = runtime.mesh(config.mesh, config.zero)
+        mesh = runtime.mesh(config.axial_mesh, config.zero)
         chains, heldout = _datasets(config, isinstance(model, MultimerConfig), runtime)
+        clusters = None if config.data.clusters is None else clusters_of(chains, config.data.clusters)
         run_folder.enter_context(open_run(config, runtime))
         with torch.device("meta"):
             network = trainable(model)
         if config.learns == "confidence":
             confidence_alone(network)
-        parallel = parallelize(network, mesh, config, materialise=_materialise(config, values))
+        parallel = parallelize(network, mesh, config, plan_of(config), materialise=_materialise(config, values))
         optimizer = build_optimizer(config.optim, parallel.masters)
         average = None if config.average is None else WeightAverage(parallel.masters, unbiased(config.average))
         dtype = compute_dtype(config.precision)
         summary = fit(
             parallel,
             optimizer,
-            FoldBatches(chains, config.data, model, config.seed),
+            FoldBatches(chains, config.data, model, config.seed, clusters),
             Objective(config.loss, config.learns),
             config,
             runtime,

@@ -41,30 +41,34 @@ def switch(x: Tensor, whole: int, shard: int, length: int, axis: DeviceMesh) -> 
     return begin_switch(x, whole, shard, length, axis).finish()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Switch:
-    """A switch on its way."""
+    """A switch on its way: of what arrives, and of what it waits for."""
 
     x: Tensor
     whole: int
-    shard: int
     length: int
-    axis: DeviceMesh
-    work: Any
+    works: list[Any]
+
+    def wait(self) -> None:
+        """Wait for it; somebody may want no result after all, but what travels must not be freed before."""
+        for work, _sent in self.works:
+            if work is not None:
+                work.wait()
 
     def finish(self) -> Tensor:
         """The result; waits for it."""
-        if self.axis.size() == 1:
+        if not self.works:
             return self.x
-        return _Finish.apply(self.x, self)  # pyright: ignore[reportReturnType]
+        return _Finish.apply(self.x, self.whole, self.length, self.works)  # pyright: ignore[reportReturnType]
 
 
 def begin_switch(x: Tensor, whole: int, shard: int, length: int, axis: DeviceMesh) -> Switch:
     """Begin a `switch`; other work may be done until it is finished."""
-    switching = Switch(x, whole, shard, length, axis, None)
+    works = []
     if axis.size() > 1:
-        switching.x = _Begin.apply(x, switching)  # pyright: ignore[reportAttributeAccessIssue]
-    return switching
+        x = _Begin.apply(x, shard, axis, works)  # pyright: ignore[reportAssignmentType]
+    return Switch(x, whole, length, works)
 
 
 def _send(x: Tensor, shard: int, axis: DeviceMesh) -> tuple[Tensor, Any]:
@@ -88,41 +92,42 @@ def _joined(received: Tensor, whole: int, length: int) -> Tensor:
 
 
 class _Begin(Function):
+    # No context knows the switch, which knows what they made: in a circle tensors would wait for a collector.
+
     @staticmethod
-    def forward(ctx, x, switching):
-        ctx.switching = switching
-        received, switching.work = _send(x, switching.shard, switching.axis)
-        ctx.length = x.shape[switching.shard]
+    def forward(ctx, x, shard, axis, works):
+        ctx.shard, ctx.axis, ctx.length = shard, axis, x.shape[shard]
+        received, work = _send(x, shard, axis)
+        works.append(work)
         return received
 
     @staticmethod
     def backward(ctx, grad):
         # The gradient came as [rank, ..] of what the ranks had sent: it goes back to them, and here its parts join.
-        group = ctx.switching.axis.get_group()
         back = torch.empty_like(grad)
         grad = grad.contiguous()
-        dist.all_to_all_single(back.view(-1), grad.view(-1), group=group)
-        return _joined(back, ctx.switching.shard, ctx.length), None
+        dist.all_to_all_single(back.view(-1), grad.view(-1), group=ctx.axis.get_group())
+        return _joined(back, ctx.shard, ctx.length), None, None, None
 
 
 class _Finish(Function):
     @staticmethod
-    def forward(ctx, received, switching):
-        if switching.work[0] is not None:
-            switching.work[0].wait()
-        switching.work = None
-        ctx.switching, ctx.shape = switching, received.shape
-        return _joined(received, switching.whole, switching.length)
+    def forward(ctx, received, whole, length, works):
+        work, _sent = works.pop()
+        if work is not None:
+            work.wait()
+        ctx.whole, ctx.shape = whole, received.shape
+        return _joined(received, whole, length)
 
     @staticmethod
     def backward(ctx, grad):
-        size, whole = ctx.shape[0], ctx.switching.whole
+        size, whole = ctx.shape[0], ctx.whole
         surplus = size * ctx.shape[whole + 1] - grad.shape[whole]
         if surplus:
             filling = list(grad.shape)
             filling[whole] = surplus
             grad = torch.cat((grad, grad.new_zeros(filling)), whole)
-        return grad.unflatten(whole, (size, -1)).movedim(whole, 0).contiguous(), None
+        return grad.unflatten(whole, (size, -1)).movedim(whole, 0).contiguous(), None, None, None
 
 
 def transpose_(x: Tensor, length: int, axis: DeviceMesh) -> Tensor:

@@ -54,6 +54,7 @@ def fold(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 def test_doctor_finds_this_installation_well_and_a_damaged_one_sick(tmp_path: Path, capsys) -> None:
     done = run("-m", "apps.fold", "doctor", "--golden", GOLDEN)
+    assert "fold msa --ray: " in done.stdout
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within what rounding explains" in done.stdout
     code, said, _ = fold(capsys, "doctor", "--golden", GOLDEN, "--limit", 1e-5)
@@ -683,6 +684,11 @@ def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
         (("--recipe", "debug", "--data.alignments", "nowhere"), "no folder of alignments at nowhere"),
         (("--recipe", "debug", "--nproc", "3"), "data.global_batch=2 does not divide over 3"),
         (("--recipe", "debug", "--mesh.tp", "2", "--nproc", "2"), "no tensor parallelism"),
+        (("--recipe", "debug", "--axial", "2", "--nproc", "3"), "axial=2 does not divide the 3 ranks that run"),
+        (("--recipe", "debug", "--axial", "25", "--nproc", "25"), "there are more ranks than rows of pairs"),
+        (("--recipe", "debug", "--axial", "20", "--nproc", "20"), "axial=20 with max_msa=16: there are more ranks"),
+        (("--recipe", "debug", "--axial", "2", "--nproc", "2", "--compile"), "axial=2 with compile"),
+        (("--recipe", "debug_complexes", "--axial", "2", "--nproc", "2"), "is of complexes"),
         (("--recipe", "debug", "--model", "model_1"), "has templates"),
         (("--recipe", "debug", "--data.templates", "."), "takes no templates"),
         (("--recipe", "debug", "--model", "debug_templates", "--data.templates", "nowhere"), "no folder of templates"),

@@ -1,7 +1,8 @@
 """Break every kernel once and see its tests red: `python -m tests.kernels.mutations [KERNEL …]`.
 
 Each mutation drops or turns one term of a kernel, by its text. The kernel so changed takes the real one's place, and
-the cases of its SPEC run as in test_specs.py, in fp32 and strided, then those of test_two_phases.py, until one is red.
+the cases of its SPEC run as in test_specs.py, in fp32 and strided, then those of test_two_phases.py, until one is red;
+of a kernel that no case takes, the test in `TESTS`.
 Exit code 1 when a mutation passes all of them, when a text is no longer in the source, or when a kernel has no
 mutation. Not collected by pytest: it shows what the tests are worth, not whether the kernels are right.
 """
@@ -17,6 +18,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,7 @@ from unittest.mock import patch
 from triton.runtime.interpreter import InterpretedFunction
 
 from core.kernels import specs
+from tests.kernels.test_quantized_matmul import test_one_row_by_words
 from tests.kernels.test_specs import check, strided
 from tests.kernels.test_two_phases import FEW_PROGRAMS, check_with_programs
 
@@ -164,6 +167,7 @@ MUTATIONS = {
             "int4_matmul",
             ("_int4_rows", "(high - middle)", "high"),
             ("_int4_tile", "(pair >> 4) - middle", "pair >> 4"),
+            ("_int4_words", "- middle * tl.sum(plain, 2)", ""),
             ("_int4_words_tile", "2 * at + HALF", "2 * at"),
             ("_int4_words_split", "s * (2 * HALF)", "s * HALF"),
             ("_halves", "numbers >> 4", "numbers & 15"),
@@ -204,6 +208,10 @@ EXEMPT = {"_as", "_put", "_group", "_offsets", "_rows", "_tile", "_nearest_code"
 """Addresses and casts that several kernels share; and codes, which no SPEC returns (see test_optimizers.py)."""
 
 
+TESTS = {"_int4_words": partial(test_one_row_by_words, 4096, 64)}
+"""Kernels that no case of a SPEC takes, since another one is chosen where none is measured."""
+
+
 def kernels_of(module: ModuleType) -> dict[str, Any]:
     own = {n: f for n, f in vars(module).items() if isinstance(f, InterpretedFunction)}
     return {n: f for n, f in own.items() if f.fn.__module__ == module.__name__}
@@ -238,6 +246,11 @@ def seen_by(module: ModuleType, mutation: Mutation) -> str | None:
                         check_with_programs(*case)
                     except AssertionError:
                         return f"{case[2]}-{case[3]}, {case[4]} programs"
+            if test := TESTS.get(mutation.kernel):
+                try:
+                    test()
+                except AssertionError:
+                    return "its test"
     return None
 
 

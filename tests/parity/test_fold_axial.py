@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apps.fold.axial import partial_parameters, read_shards, shard_evoformer
+from apps.fold.axial import AXIAL, read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig, preset, tiny
 from apps.fold.model.features import Features
@@ -35,6 +35,7 @@ from core.comm.volume import count_volume
 from core.config import UserError
 from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import pieces, shard_of, switch, transpose_
+from core.placement.messages import Widths, microbatch_bytes
 from core.trace.account import MemoryAccount
 from tests.support.fold import one_block, random_features, random_parameters
 from tests.support.training import removed
@@ -160,7 +161,7 @@ def _learned(config: ModelConfig, axis=None) -> tuple[Logits, dict[str, Tensor]]
     loss = (prediction.positions_BN373**2).mean() + (logits.distogram**2).mean() + (logits.masked_msa**2).mean()
     assert logits.pae is not None
     (loss + (logits.pae**2).mean()).backward()
-    grads, sums = {}, partial_parameters(model)
+    grads, sums = {}, AXIAL[""].partial_of(model)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             partial = axis is not None and name in sums
@@ -399,3 +400,28 @@ def test_what_travels(ranks) -> None:
     assert calls["send"] == calls["recv"] == 4 * blocks  # with one other rank
     assert calls["all_gather"] == 4 * blocks + layers + 1
     assert calls["broadcast"] == 2 * 2 * blocks
+
+
+def _sent(size: int, config: ModelConfig, residues: int) -> tuple[dict, dict]:
+    """Bytes of a forward with gradients and of its backward, counted, and by the closed forms."""
+    mesh = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")
+    rows, extra, templates = config.max_msa, config.max_extra_msa, config.max_templates if config.templates else 0
+    features = random_features(residues, rows=rows, extra=extra, templates=templates)
+    if not templates:
+        features = replace(features, templates=None)
+    model = _model(config).float()
+    expected = microbatch_bytes(model, AXIAL, mesh, 1, residues, Widths(4, 4))
+    shard_evoformer(model, mesh["tp"])
+    with count_volume(mesh) as volume:
+        found = model([features])
+        logits = [x for x in vars(found.logits).values() if x is not None]
+        torch.stack([(x**2).sum() for x in (found.positions_BN373, *logits)]).sum().backward()
+    return {key: n for key, n in volume.bytes.items() if n}, dict(expected)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)])
+def test_training_sends_what_the_closed_forms_say(ranks, size: int) -> None:
+    """Of lengths that do not divide, with templates."""
+    config = replace(one_block(templates=True), num_recycles=0, max_msa=5, max_extra_msa=7, max_templates=2)
+    for counted, expected in ranks(size).run(_sent, size, config, 9):
+        assert counted == expected

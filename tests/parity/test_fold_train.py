@@ -19,11 +19,12 @@ from apps.fold.loss.total import LossConfig
 from apps.fold.model.config import ModelConfig
 from apps.fold.model.network import trainable
 from apps.fold.training.batches import BatchConfig, FoldBatches
-from apps.fold.training.config import FoldTrainConfig
+from apps.fold.training.config import FoldTrainConfig, plan_of
 from apps.fold.training.initialise import initialise
 from apps.fold.training.objective import Objective
 from apps.fold.training.validation import validation
 from core.compose import parallelize
+from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig, build_mesh, data_axis
 from core.optim.average import WeightAverage, unbiased
 from core.optim.build import OptimConfig, build_optimizer
@@ -56,6 +57,9 @@ class Case:
     templates: bool = False
     dropout: bool = False
     complexes: bool = False
+    axial: int = 1
+    budget: str | None = None
+    steps: int = STEPS
 
     @property
     def model(self) -> ModelConfig:
@@ -71,30 +75,33 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     config = FoldTrainConfig(
         zero=case.zero,  # pyright: ignore[reportArgumentType]
         precision="fp64",
+        axial=case.axial,
         mesh=case.mesh,
+        gemini=GeminiConfig(budget=case.budget),
         microbatch=case.microbatch,
         recompute=case.recompute,
-        steps=STEPS,
+        steps=case.steps,
         average=0.6,
         optim=OptimConfig(lr=LR, eps=1e-2, clip_norm=3.0, weight_decay=0.0),
     )
-    mesh = build_mesh(config.mesh.resolve(dist.get_world_size(), config.zero), "cpu")
+    mesh = build_mesh(config.axial_mesh.resolve(dist.get_world_size(), config.zero), "cpu")
     axis = data_axis(mesh)
     with torch.device("meta"):
         network = trainable(model)
-    parallel = parallelize(network, mesh, config, materialise=lambda m: initialise(m, 0))
+    parallel = parallelize(network, mesh, config, plan_of(config), materialise=lambda m: initialise(m, 0))
     optimizer = build_optimizer(config.optim, parallel.masters)
     average = WeightAverage(parallel.masters, unbiased(0.6))
     state = TrainState(parallel, optimizer, LossScale("fp64"), {}, average)
+    parallel.prepare(optimizer, None)
     chains = Complexes() if case.complexes else TemplateChains() if case.templates else Chains()
     data_config = BatchConfig(global_batch=4, crop=11)
     candidates = (FoldBatches(chains, data_config, model, seed) for seed in range(9))  # pyright: ignore
-    batches = next(b for b in candidates if {b.num_iterations(step) for step in range(STEPS)} == {1, 2})
+    batches = next(b for b in candidates if {b.num_iterations(step) for step in range(case.steps)} == {1, 2})
     objective = Objective(LossConfig(violation=0.1, experimentally_resolved=0.01))
     start = held(parallel.masters)
     losses = []
     with removed(*without) if without else nullcontext():
-        for step in range(STEPS):
+        for step in range(case.steps):
             batch = batches.batch(step, axis.get_local_rank(), axis.size())
             losses.append(train_step(state, batch, objective, num_rows, config, step)["loss"])
         parallel.model.eval()
@@ -115,15 +122,15 @@ def averaged(pieces: dict[str, Piece]) -> dict[str, Piece]:
     return {f"{name} average": piece for name, piece in pieces.items()}
 
 
-_REFERENCE: dict[ModelConfig, dict[str, Any]] = {}
+_REFERENCE: dict[tuple[ModelConfig, int], dict[str, Any]] = {}
 
 
 def difference(ranks, num_ranks: int, case: Case, without: tuple[str, ...] = ()) -> tuple[float, str]:
-    if case.model not in _REFERENCE:
-        _REFERENCE[case.model] = ranks(1).run(
-            run, Case(templates=case.templates, dropout=case.dropout, complexes=case.complexes)
-        )[0]
-    return largest_difference(ranks(num_ranks).run(run, case, without), _REFERENCE[case.model], STEPS)
+    key = case.model, case.steps
+    if key not in _REFERENCE:
+        alone = Case(templates=case.templates, dropout=case.dropout, complexes=case.complexes, steps=case.steps)
+        _REFERENCE[key] = ranks(1).run(run, alone)[0]
+    return largest_difference(ranks(num_ranks).run(run, case, without), _REFERENCE[key], case.steps)
 
 
 CASES = {
@@ -141,6 +148,14 @@ CASES = {
     "4-zero0-complexes": (4, Case(0, complexes=True)),
     "2-zero0-dropout": (2, Case(0, microbatch=1, dropout=True)),
     "2-zero3-dropout": (2, Case(3, recompute=RecomputeConfig("full"), templates=True, dropout=True)),
+    "2-axial": (2, Case(axial=2)),
+    "3-axial-dropout": (3, Case(axial=3, microbatch=1, dropout=True, templates=True)),
+    "4-axial-zero1": (4, Case(1, axial=2, recompute=RecomputeConfig("full"))),
+    "4-axial-zero2": (4, Case(2, axial=2, microbatch=1)),
+    "4-axial-zero3": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), templates=True, dropout=True)),
+    "2-axial-gemini": (2, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
+    "4-axial-gemini": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
+    "4-axial": (4, Case(axial=4, recompute=RecomputeConfig("full"), dropout=True)),
 }
 FACTORS = {
     name: {
@@ -151,6 +166,8 @@ FACTORS = {
         "templates": case.templates,
         "dropout": case.dropout,
         "complexes": case.complexes,
+        "axial": case.axial > 1,
+        "gemini": case.budget is not None,
     }
     for name, (_, case) in CASES.items()
 }
@@ -168,6 +185,16 @@ def test_ranks_train_as_one(ranks, name: str) -> None:
     assert found <= TOLERANCE, f"{where} differs by {found:.3g} from one rank"
 
 
-def test_a_missing_collective_is_seen(ranks) -> None:
-    found, _ = difference(ranks, 2, Case(0), ("core.parallel.data", "all_reduce"))
+@pytest.mark.parametrize("case", [Case(0), pytest.param(Case(axial=2), marks=pytest.mark.soak)])
+def test_a_missing_collective_is_seen(ranks, case: Case) -> None:
+    """Of the replicas' gradients, and of the parts of them that ranks of a chain find."""
+    found, _ = difference(ranks, 2, case, ("core.parallel.data", "all_reduce"))
     assert not found <= 1e4 * TOLERANCE
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name, (_, case) in CASES.items() if case.axial > 1])
+def test_ranks_of_a_chain_train_as_one_for_ten_steps(ranks, name: str) -> None:
+    num_ranks, case = CASES[name]
+    found, where = difference(ranks, num_ranks, replace(case, steps=10))
+    assert found <= TOLERANCE, f"{where} differs by {found:.3g} from one rank"

@@ -62,3 +62,14 @@ def one_chain_pdb(chain: Chain, path: Path) -> str:
     one = Folded(chain.sequence, chain.positions, chain.mask, chain.b_factors, None, None, None)
     write_pdb(path, one, "x")
     return path.read_text()
+
+
+class Ticking:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now

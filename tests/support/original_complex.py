@@ -10,6 +10,7 @@ goes in is made here. Modules of theirs that only search, or need more packages,
 import random
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ _SEQUENCES = {"A": "MKTAYIAKQRQX", "B": "GSHMLLEWYPVDC", "C": "WWTTGHIKLE"}
 _SPECIES = ("HUMAN", "MOUSE", "YEAST", "ECOLI", "FUNHE", "9ZZZZ")
 
 
-def chains() -> dict[str, ChainInput]:
+def chains(sequences: Mapping[str, str] = _SEQUENCES) -> dict[str, ChainInput]:
     """Chains with rows that agree with them more or less, of species that all, two or one of them have, or of none."""
     generator = random.Random(4)
 
@@ -46,7 +47,7 @@ def chains() -> dict[str, ChainInput]:
         return merge([single_sequence(sequence), parse_a3m(f">query\n{sequence}\n{''.join(rows)}")])
 
     found = {}
-    for number, (name, sequence) in enumerate(_SEQUENCES.items()):
+    for number, (name, sequence) in enumerate(sequences.items()):
         species = _SPECIES[number : number + 4]
         names = [f"tr|A0A{i:03d}|A0A{i:03d}_{generator.choice(species)}/1-{len(sequence)}" for i in range(14)]
         names += ["UniRef100_A0A/2-9", "sp|P12345|NAME_HUMAN", "sp|P12345-2|NAME_HUMAN"]
@@ -89,7 +90,7 @@ def _original(checkout: Path) -> dict[str, types.ModuleType]:
     return loaded
 
 
-def _features(chain: ChainInput, identifiers: types.ModuleType, to_theirs: np.ndarray) -> dict[str, np.ndarray]:
+def chain_features(chain: ChainInput, identifiers: types.ModuleType, to_theirs: np.ndarray) -> dict[str, np.ndarray]:
     aatype, templates = residue_types(chain.sequence), chain.templates
     shape = (max(1, len(templates)), len(aatype), 37)
     found = {
@@ -112,6 +113,7 @@ def _features(chain: ChainInput, identifiers: types.ModuleType, to_theirs: np.nd
     for number, one in enumerate(templates):
         found["template_aatype"][number] = one.aatype
         found["template_all_atom_mask"][number] = one.mask
+        found["template_all_atom_positions"][number] = one.positions
     return found
 
 
@@ -122,7 +124,9 @@ def main() -> None:
     content = {}
     for case, letters in CASES.items():
         given = chains()
-        one = {str(n): _features(given[name], theirs["msa_identifiers"], to_theirs) for n, name in enumerate(letters)}
+        one = {
+            str(n): chain_features(given[name], theirs["msa_identifiers"], to_theirs) for n, name in enumerate(letters)
+        }
         merged = theirs["feature_processing"].pair_and_merge(theirs["pipeline_multimer"].add_assembly_features(one))
         content |= {f"{case}/{name}": np.asarray(merged[name]) for name in KEPT}
     np.savez_compressed(FILE, **content)

@@ -114,7 +114,8 @@ def chain_tm_scores(logits: Tensor, chains: Tensor, own: Tensor) -> tuple[Tensor
         rows = own == mine
         for other in range(len(lengths)):
             length = lengths[mine] if other == mine else lengths[mine] + lengths[other]
-            by_chain[rows, other] = (shares[rows][:, chains == other] @ _tm_terms(centres, length)).mean(-1)
+            terms_IN = shares @ _tm_terms(centres, length)  # of all pairs: no part of the shares is copied
+            by_chain[rows, other] = terms_IN[rows][:, chains == other].mean(-1)
     return across, by_chain
 
 

@@ -127,37 +127,44 @@ class TemplateChainsEmbedder(nn.Module):
             t_BNNC = self.norm(t_BNNC)
             total = t_BNNC if total is None else total + t_BNNC
         assert total is not None
-        return z_BNNZ + self.out(torch.relu(total / T))
+        return z_BNNZ + self.read(total, T)
 
-    def pairs(self, z_BNNZ: Tensor, templates: TemplateFeatures, t: int, ids: ChainIds) -> Tensor:
-        """The stack's input [B, N, N, C] of one template."""
+    def read(self, total_BINC: Tensor, T: int) -> Tensor:
+        """The update of some rows of z, from the sum over templates of what their stacks made, normalised."""
+        return self.out(torch.relu(total_BINC / T))
+
+    def pairs(
+        self, z_BINZ: Tensor, templates: TemplateFeatures, t: int, ids: ChainIds, at: slice = slice(None)
+    ) -> Tensor:
+        """The stack's input of one template in the rows `at`, of which z_BINZ are the pairs: [B, I, N, C]."""
         assert templates.backbone_BTN33 is not None
-        dtype = z_BNNZ.dtype
-        one_chain_BNN = (ids.asym_BN[:, :, None] == ids.asym_BN[:, None]).to(dtype)
+        dtype = z_BINZ.dtype
+        one_chain_BIN = (ids.asym_BN[:, at, None] == ids.asym_BN[:, None]).to(dtype)
 
         def both(mask_BN: Tensor) -> Tensor:
-            return mask_BN[:, :, None] * mask_BN[:, None] * one_chain_BNN
+            return mask_BN[:, at, None] * mask_BN[:, None] * one_chain_BIN
 
-        beta_BNN, backbone_BNN = both(templates.pseudo_beta_mask_BTN[:, t]), both(templates.backbone_mask_BTN[:, t])
-        bins = distance_bins(templates.pseudo_beta_BTN3[:, t], *widths.TEMPLATE_BINS).to(dtype)
+        beta_BIN, backbone_BIN = both(templates.pseudo_beta_mask_BTN[:, t]), both(templates.backbone_mask_BTN[:, t])
+        bins = distance_bins(templates.pseudo_beta_BTN3[:, t], *widths.TEMPLATE_BINS, at).to(dtype)
         types_BNA = F.one_hot(templates.aatype_BTN[:, t], 22).to(dtype)
-        z_BNNC = self.query(self.query_norm(z_BNNZ)) + self.embed_bias.unflatten(0, (self.SUMMANDS, -1)).sum(0)
-        z_BNNC = z_BNNC + self.distances(bins * beta_BNN[..., None])
-        z_BNNC = z_BNNC + self.columns(types_BNA)[:, None] + self.rows(types_BNA)[:, :, None]
-        directions = _directions(templates.backbone_BTN33[:, t]).to(dtype)
+        z_BINC = self.query(self.query_norm(z_BINZ)) + self.embed_bias.unflatten(0, (self.SUMMANDS, -1)).sum(0)
+        z_BINC = z_BINC + self.distances(bins * beta_BIN[..., None])
+        z_BINC = z_BINC + self.columns(types_BNA)[:, None] + self.rows(types_BNA)[:, at, None]
+        directions = _directions(templates.backbone_BTN33[:, t], at).to(dtype)
         if templates.own_directions_BTN3 is not None:
-            directions = directions + torch.diag_embed(templates.own_directions_BTN3[:, t].mT).movedim(1, -1)
-        scalars = torch.cat([beta_BNN[..., None], directions * backbone_BNN[..., None], backbone_BNN[..., None]], -1)
-        return z_BNNC + scalars @ self.scalar_weight.unflatten(0, (self.SCALARS, -1))
+            own_BNN3 = torch.diag_embed(templates.own_directions_BTN3[:, t].mT).movedim(1, -1)
+            directions = directions + own_BNN3[:, at]
+        scalars = torch.cat([beta_BIN[..., None], directions * backbone_BIN[..., None], backbone_BIN[..., None]], -1)
+        return z_BINC + scalars @ self.scalar_weight.unflatten(0, (self.SCALARS, -1))
 
 
-def _directions(backbone_BN33: Tensor) -> Tensor:
-    """Unit vectors [B, I, N, 3] from CA of residue I to those of all, in I's frame, whose x points from CA to C."""
+def _directions(backbone_BN33: Tensor, at: slice) -> Tensor:
+    """Unit vectors [B, I, N, 3] from CA of the residues `at` to those of all, in I's frame, x from CA to C."""
     n, ca, c = backbone_BN33.unbind(-2)
     x = _unit(c - ca)
     y = _unit(n - ca - ((n - ca) * x).sum(-1, keepdim=True) * x)
     frames = Frames(torch.stack([x, y, torch.linalg.cross(x, y)], -1), ca)
-    return _unit(frames.map(lambda f: f[:, :, None]).inverse_apply(ca[:, None]))
+    return _unit(frames.map(lambda f: f[:, at, None]).inverse_apply(ca[:, None]))
 
 
 def _distances(x_BN3: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ keep their lengths; all pairs of atoms are counted, above 5,000 atoms those with
 
 import io
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,7 +16,7 @@ import torch
 
 from apps.fold.model import residues
 from apps.fold.output.files import Atom
-from apps.fold.relaxation.protocol import STIFFNESS, End, Round, Structure, Tell, Unstable
+from apps.fold.relaxation.protocol import STIFFNESS, End, Limit, Round, Structure, Tell, Unstable
 from core.config import UserError
 
 TOLERANCE = 10.0  # kJ/mol/nm: the root of the mean square of the force at which a minimization has converged
@@ -59,7 +58,7 @@ class Amber:
 
     method = "AMBER99SB by OpenMM"
 
-    def __init__(self, structure: Structure, platform: str = "CPU"):
+    def __init__(self, structure: Structure, limit: Limit, platform: str = "CPU"):
         self._packages = find_openmm()
         lone = ~structure.follows_N & ~np.append(structure.follows_N[1:], False)
         if lone.any():
@@ -70,9 +69,11 @@ class Amber:
         openmm, app, unit, _ = self._packages
         self._structure, self.placed_NA = structure, residues.ATOM14_MASK[structure.aatype_N]
         self._platform = _platform(openmm, platform)
-        topology, positions, self._residue = self._complete(structure)
+        limit.check()
+        topology, positions, self._residue = self._complete(structure, limit)
         heavy = [atom.element.symbol != "H" for atom in topology.atoms()]
         self._heavy = np.array(heavy)
+        limit.check()
         small = topology.getNumAtoms() <= _MOST_ATOMS
         try:
             system = app.ForceField("amber99sb.xml").createSystem(
@@ -83,6 +84,7 @@ class Amber:
             )
         except ValueError as error:
             raise UserError(f"AMBER99SB does not know this structure: {str(error).splitlines()[0]}") from error
+        limit.check()
         self._springs = openmm.CustomExternalForce("0.5 * k * ((x - x0)^2 + (y - y0)^2 + (z - z0)^2)")
         for name in ("k", "x0", "y0", "z0"):
             self._springs.addPerParticleParameter(name)
@@ -94,14 +96,14 @@ class Amber:
         self._context.setPositions(positions)
         self._positions = self._read()
 
-    def minimize(self, held_N: np.ndarray, deadline: float, tell: Tell) -> Round:
+    def minimize(self, held_N: np.ndarray, limit: Limit, tell: Tell) -> Round:
         openmm = self._packages.openmm
         stiffness = STIFFNESS * _KCAL * 100  # kJ/mol/nm^2
         for spring, index in enumerate(np.nonzero(self._heavy)[0]):
             k = stiffness if held_N[self._residue[index]] else 0.0
             self._springs.setParticleParameters(spring, int(index), [k, *self._positions[index]])
         self._springs.updateParametersInContext(self._context)
-        before, watch = self._energy(), _watch(openmm, deadline, tell)
+        before, watch = self._energy(), _watch(openmm, limit, tell)
         try:
             openmm.LocalEnergyMinimizer.minimize(self._context, TOLERANCE, 0, watch)
         except openmm.OpenMMException as error:
@@ -131,7 +133,7 @@ class Amber:
             if name != "OXT" or last[row]
         ]
 
-    def _complete(self, structure: Structure) -> tuple[Any, Any, list[int]]:
+    def _complete(self, structure: Structure, limit: Limit) -> tuple[Any, Any, list[int]]:
         """Topology and positions with all atoms, and of each its residue from 0."""
         text = io.StringIO()
         self._packages.app.PDBxFile.writeFile(*_topology(self._packages, structure), text, keepIds=True)
@@ -141,7 +143,9 @@ class Amber:
                 fixer = self._packages.PDBFixer(pdbxfile=text, platform=self._platform)
                 fixer.missingResidues = {}
                 fixer.findMissingAtoms()
+                limit.check()
                 fixer.addMissingAtoms(seed=0)
+                limit.check()
                 fixer.addMissingHydrogens(7.0)
             except (self._packages.openmm.OpenMMException, ZeroDivisionError) as error:
                 raise Unstable(f"PDBFixer cannot complete this structure: {error}") from error
@@ -204,27 +208,29 @@ def _seeded() -> Iterator[None]:
         random.setstate(state)
 
 
-def _watch(openmm: Any, deadline: float, tell: Tell) -> Any:
-    """A reporter of OpenMM's that ends a minimization at the deadline, or when its energy falls no more."""
+def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:
+    """A reporter of OpenMM's that ends a minimization at the limit of time, or when its energy falls no more."""
 
     class Watch(openmm.MinimizationReporter):
         def __init__(self) -> None:
             super().__init__()
-            self.iterations, self._told = 0, time.monotonic()
+            self.iterations, self._told = 0, limit.clock()
+            self._before, self._longest = self._told, 0.0  # the last iteration's end; seconds of the longest
             self.end: End = "converged"
             self._energies: list[float] = []
             self._strength = 0.0
 
         def report(self, iteration: int, x: Any, grad: Any, args: dict[str, float]) -> bool:
             self.iterations += 1
-            energy, now = args["system energy"] + args["restraint energy"], time.monotonic()
+            energy, now = args["system energy"] + args["restraint energy"], limit.clock()
             if args["restraint strength"] != self._strength:
                 self._strength, self._energies = args["restraint strength"], []
             self._energies.append(energy)
+            self._before, self._longest = now, max(self._longest, now - self._before)
             if now - self._told > _TOLD_S:
                 tell(f"iteration {self.iterations}, {args['system energy'] / _KCAL:,.0f} kcal/mol")
                 self._told = now
-            if now >= deadline:
+            if limit.passed(self._longest):
                 self.end = "limit of time"
             elif len(self._energies) > _WINDOW:
                 fell = self._energies[-1 - _WINDOW] - energy

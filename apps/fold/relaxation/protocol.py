@@ -5,14 +5,16 @@
        residues that violated it in any round before are held no longer
 
 Other than there a round ends also at a plateau of its energy, and all of them together at a limit of time: then the
-best that was reached is the result, and the report says so. Where atoms lie on each other, so that a force field's
-energy is no number, they are drawn apart before the first round.
+best that was reached is the result, and the report says so. Where the limit passes before the first round, that is the
+structure as it was given, with the atoms that the minimizer has placed by then, and there are no rounds. Where atoms
+lie on each other, so that a force field's energy is no number, they are drawn apart before the first round.
 
 Shapes: N residues, A = 14 atoms.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -30,8 +32,34 @@ STIFFNESS = 10.0  # of the springs, kcal/mol/Angstrom^2
 _BOND_REACH = 2.5  # Angstrom between C and N, beyond which residues whose numbers are not consecutive are not bonded
 
 End = Literal["converged", "plateau", "limit of time"]
+Clock = Callable[[], float]
+"""Tells the time in seconds, from any moment on."""
 Tell = Callable[[str], None]
 """Is told how far a minimization is, now and then."""
+
+
+class OutOfTime(Exception):
+    """A limit of time has passed."""
+
+
+class Limit:
+    """A limit of time: `seconds` from now on, by the clock."""
+
+    def __init__(self, seconds: float, clock: Clock = time.monotonic):
+        self.clock, self._end = clock, clock() + seconds
+
+    def passed(self, ahead: float = 0.0) -> bool:
+        """Whether it has, or will have in so many seconds."""
+        return self.clock() + ahead >= self._end
+
+    def check(self) -> None:
+        """Raises OutOfTime where it has passed."""
+        if self.passed():
+            raise OutOfTime
+
+    def keep(self, seconds: float) -> None:
+        """Keep so many seconds of it for what comes at the end."""
+        self._end -= seconds
 
 
 @dataclass(frozen=True)
@@ -66,9 +94,10 @@ class Unstable(UserError):
 class Minimizer(Protocol):
     """Keeps a structure's atoms and moves them; raises Unstable where they lie on each other.
 
+    It is made of a structure and a limit, and raises OutOfTime where that passes before it is.
+
     method  its name, for reports
-    minimize(held_N, deadline, tell)  moves them, those of residues of held_N held where they are now; ends by deadline,
-        a time of time.monotonic
+    minimize(held_N, limit, tell)  moves them, those of residues of held_N held where they are now; ends by the limit
     placed_NA  the atoms that it has: all, or those that were given
     positions()  [N, A, 3] in Angstrom
     atoms()  all that it has, hydrogens too, by residues
@@ -77,7 +106,7 @@ class Minimizer(Protocol):
     method: str
     placed_NA: np.ndarray
 
-    def minimize(self, held_N: np.ndarray, deadline: float, tell: Tell) -> Round: ...
+    def minimize(self, held_N: np.ndarray, limit: Limit, tell: Tell) -> Round: ...
 
     def positions(self) -> np.ndarray: ...
 
@@ -128,30 +157,43 @@ class Relaxed:
 
 def relax(
     chains: Sequence[Chain],
-    minimizer: Callable[[Structure], Minimizer],
+    minimizer: Callable[[Structure, Limit], Minimizer],
     limit_s: float,
     tell: Tell = lambda text: None,
-    drawn_apart: Callable[[Structure, float], Structure] | None = None,
+    drawn_apart: Callable[[Structure, Limit], tuple[Structure, bool]] | None = None,
+    clock: Clock = time.monotonic,
 ) -> Relaxed:
-    """Chains relaxed, in at most limit_s seconds but for the step that is being taken then.
+    """Chains relaxed, in at most limit_s seconds.
 
-    drawn_apart(structure, deadline)  a structure to begin with where the minimizer finds the given one Unstable
+    A step ends before the limit where it takes no longer than the longest one before it: so an iteration, a look at
+    violations. Only the steps in which a minimizer is made (for Amber those of PDBFixer) go on to their end.
+
+    drawn_apart(structure, limit)  a structure to begin with where the minimizer finds the given one Unstable, and
+                                   whether it was done in time
 
     Raises UserError for a residue that is none of the twenty amino acids, and for what the minimizer cannot take.
     """
-    begun = time.monotonic()
+    begun, limit = clock(), Limit(limit_s, clock)
     structure = structure_of(chains)
     rules = Stereochemistry(structure.aatype_N, structure.exists_NA, structure.follows_N)
     before = rules.violating(torch.from_numpy(structure.atoms_NA3))
+    limit.keep(2 * (clock() - begun))  # to look once more behind a round, and at the end
+    moving, rounds, at = _Given(structure), [], clock()
     try:
-        moving = minimizer(structure)
-        rounds = _rounds(moving, structure, begun + limit_s, tell)
+        with suppress(OutOfTime):
+            moving = minimizer(structure, limit)
+            rounds = _rounds(moving, structure, limit, tell)
     except Unstable:
         if drawn_apart is None:
             raise
         tell("drawing atoms apart that lie on each other")
-        moving = minimizer(drawn_apart(structure, begun + limit_s))
-        rounds = _rounds(moving, structure, begun + limit_s, tell)
+        made_s = clock() - at  # what it takes to make a minimizer, at most
+        with suppress(OutOfTime):
+            apart, done = drawn_apart(structure, limit)
+            moving = _Given(apart)
+            if done and not limit.passed(made_s):
+                moving = minimizer(apart, limit)
+                rounds = _rounds(moving, structure, limit, tell)
     rules = Stereochemistry(structure.aatype_N, moving.placed_NA, structure.follows_N)
     final = moving.positions()
     there = structure.exists_NA.astype(bool)
@@ -164,21 +206,49 @@ def relax(
         tuple(np.nonzero(before)[0].tolist()),
         tuple(np.nonzero(rules.violating(torch.from_numpy(final)))[0].tolist()),
         float(np.sqrt(shift.mean())),
-        time.monotonic() - begun,
+        clock() - begun,
     )
 
 
-def _rounds(moving: Minimizer, structure: Structure, deadline: float, tell: Tell) -> list[Round]:
+def _rounds(moving: Minimizer, structure: Structure, limit: Limit, tell: Tell) -> list[Round]:
     rules = Stereochemistry(structure.aatype_N, moving.placed_NA, structure.follows_N)
     rounds: list[Round] = []
     violating, free = np.ones(len(structure.aatype_N), bool), np.zeros(len(structure.aatype_N), bool)
-    while violating.any() and len(rounds) < MAX_ROUNDS and time.monotonic() < deadline:
-        rounds.append(moving.minimize(~free, deadline, _numbered(tell, len(rounds) + 1)))
+    while violating.any() and len(rounds) < MAX_ROUNDS and not limit.passed():
+        rounds.append(moving.minimize(~free, limit, _numbered(tell, len(rounds) + 1)))
         violating = rules.violating(torch.from_numpy(moving.positions()))
         free |= violating
         if rounds[-1].end == "limit of time":
             break
     return rounds
+
+
+class _Given:
+    """A minimizer that was not made in time: the structure as it is."""
+
+    method = "none"
+
+    def __init__(self, structure: Structure):
+        self._structure, self.placed_NA = structure, structure.exists_NA
+
+    def minimize(self, held_N: np.ndarray, limit: Limit, tell: Tell) -> Round:
+        raise OutOfTime
+
+    def positions(self) -> np.ndarray:
+        return self._structure.atoms_NA3
+
+    def atoms(self) -> list[Atom]:
+        return heavy_atoms(self._structure, self._structure.atoms_NA3)
+
+
+def heavy_atoms(structure: Structure, atoms_NA3: np.ndarray) -> list[Atom]:
+    """Those that a structure has, where they are now."""
+    return [
+        Atom(row, name, atoms_NA3[row, slot])
+        for row, restype in enumerate(structure.aatype_N)
+        for slot, name in enumerate(residues.atoms_of(residues.RESTYPES[restype]))
+        if structure.exists_NA[row, slot]
+    ]
 
 
 def _numbered(tell: Tell, number: int) -> Tell:

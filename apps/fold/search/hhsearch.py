@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from apps.fold.search.database import Database
+from apps.fold.search.database import Database, Shard
+from apps.fold.search.hhblits import open_profiles, version
 from apps.fold.search.program import run
 from core.config import UserError
 
@@ -25,6 +26,12 @@ class Hhsearch:
     version: str
     threads: int
 
+    def installed(self) -> str:
+        return version(self.program, "HHsearch")
+
+    def opened(self, database: Database, cache: Path) -> Database:
+        return open_profiles(database.path, database.name)
+
 
 @dataclass(frozen=True)
 class ProfileJob:
@@ -36,6 +43,10 @@ class ProfileJob:
     a3m: str
     tool: Hhsearch
     database: Database
+
+    @property
+    def shard(self) -> Shard:
+        return self.database.shards[0]
 
     def depends_on(self) -> dict[str, Any]:
         alignment = hashlib.blake2b(self.a3m.encode(), digest_size=16).hexdigest()
@@ -51,4 +62,5 @@ class ProfileJob:
             text = hits.read_text(encoding="latin-1") if hits.exists() else ""
         if not text.startswith("Query"):
             raise UserError(f"{self.tool.program} wrote no result on {self.database.path}")
+        self.database.check_unchanged()
         return text

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apps.fold.search.database import Database, Shard
+from apps.fold.search.database import Database, Shard, open_database
 from apps.fold.search.hits import Hit
 from apps.fold.search.program import found, run, said_by
 
@@ -27,6 +27,12 @@ class Jackhmmer:
 
     def depends_on(self) -> dict[str, Any]:
         return {"version": self.version, "e_value": self.e_value}
+
+    def installed(self) -> str:
+        return version(self.program)
+
+    def opened(self, database: Database, cache: Path) -> Database:
+        return open_database(database.path, len(database.shards), cache, database.name)
 
     def search(self, sequence: str, database: Database, shard: Shard, scratch: Path) -> list[Hit]:
         return search(self.program, sequence, shard.file, database.num_sequences, self.e_value, self.threads, scratch)

@@ -2,21 +2,21 @@
 
 1. a job's result is a file in the cache, named by all that it depends on: the sequence, the program and its version,
    the options, Z and the shard. What is there is not searched again, after a crash or in another run
-2. the others run in a pool, each a process of the tool; the longest sequences first
+2. the others run side by side (schedule.py), each a process of the tool; the longest sequences first
 3. when the last shard of a database is done, its hits are ranked together; hhsearch begins with what came of that
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from apps.fold.search.database import Database, Shard
-from apps.fold.search.hits import Hit
-from core.config import UserError
+from apps.fold.search.hits import Hit, as_a3m, ranked
+from apps.fold.search.schedule import Machines, Threads, run_all
 from core.files import replace_file
 
 
@@ -68,6 +68,14 @@ class SearchJob:
     source: SearchedDatabase
     shard: Shard
 
+    @property
+    def tool(self) -> Tool:
+        return self.source.tool
+
+    @property
+    def database(self) -> Database:
+        return self.source.database
+
     def depends_on(self) -> dict[str, Any]:
         database = self.source.database
         return {
@@ -80,6 +88,7 @@ class SearchJob:
 
     def result(self, scratch: Path) -> str:
         hits = self.source.tool.search(self.sequence, self.source.database, self.shard, scratch)
+        self.source.database.check_unchanged()
         return json.dumps([asdict(hit) for hit in hits])
 
 
@@ -112,9 +121,19 @@ class Searches:
     def run(
         self, jobs: list[S], workers: int, done: Callable[[S, bool], None] = lambda job, kept: None
     ) -> dict[S, str]:
-        """Run what has no result yet, `workers` at once.  Returns job -> what went wrong.
+        """Run what has no result yet on this machine, `workers` at once.  See `run_on`."""
+        return self.run_on(lambda missing: Threads(workers, self.keep), jobs, done)
 
-        done  called after each job, with whether its result was there before
+    def run_on(
+        self,
+        machines: Callable[[Sequence[S]], Machines[S]],
+        jobs: list[S],
+        done: Callable[[S, bool], None] = lambda job, kept: None,
+    ) -> dict[S, str]:
+        """Run what has no result yet.  Returns job -> what went wrong.
+
+        machines  what runs given jobs and keeps their results here; it is not asked where every result is there
+        done      called after each job, with whether its result was there before
         """
         missing = []
         for job in jobs:
@@ -123,26 +142,31 @@ class Searches:
             else:
                 missing.append(job)
         failed: dict[S, str] = {}
-        with ThreadPoolExecutor(workers) as pool:  # a thread waits for a process of the tool
-            futures = {pool.submit(self._search, job): job for job in missing}
-            try:
-                for future in _completed(futures):
-                    try:
-                        future.result()
-                    except (UserError, OSError, ValueError) as error:
-                        failed[futures[future]] = str(error).splitlines()[0]
-                    done(futures[future], False)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        if not missing:
+            return failed
+        with closing(run_all(missing, machines(missing))) as ended:
+            for job, reason in ended:
+                if reason:
+                    failed[job] = reason
+                done(job, False)
         return failed
 
-    def _search(self, job: Search) -> None:
+    def keep(self, job: Search) -> None:
+        """Search, and keep the result.  Raises UserError where the tool fails."""
         replace_file(self.path(job), job.result(self.folder).encode())
 
 
-def _completed(futures: Iterable[Future]) -> Iterator[Future]:
-    waiting = set(futures)
-    while waiting:
-        ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        yield from ready
+@dataclass(frozen=True)
+class Aligned:
+    """A sequence's rows of one database, as A3M."""
+
+    database: str
+    rows: int
+    a3m: str
+
+
+def aligned(searches: Searches, sequence: str, source: SearchedDatabase, max_rows: int) -> Aligned:
+    """What came of a sequence's searches in a database, all of which are done: the best rows."""
+    hits = [hit for job in jobs_of([sequence], [source]) for hit in searches.hits(job)]
+    best = ranked(hits, max_rows)
+    return Aligned(source.database.name, len(best), as_a3m(sequence, best))

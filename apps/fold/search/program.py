@@ -1,6 +1,7 @@
 """Running a search tool: whether it is there, what it says, and what it says when it fails."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,14 @@ from pathlib import Path
 
 from core.config import UserError
 
-# What stands between us and a tool, as a process of its own: it ends the tool, and all that the tool began, as soon as
-# nobody holds the other end of its standard input any more, which the system lets go of however we end.
+# SIGKILL and SIGTERM: of the process between us and the tool, and of the tool as that process and a shell tell of it.
+_KILLED = (-9, -15, 137, 143)
+_STAGE_KILLED = re.compile(r"^(.*: line \d+: +\d+ )?(Killed|Terminated)\b", re.MULTILINE)  # a shell's word for it
+# What stands between us and a tool, as a process of its own. Its guard, another one, ends the tool, and all that the
+# tool began, as soon as nobody holds the other end of its standard input any more, which the system lets go of however
+# we end, or as soon as it is gone itself: Ray kills the children of a worker, of which it is one, but not theirs.
 _LEASH = """
-import os, signal, subprocess, sys, threading
+import os, select, signal, subprocess, sys
 
 def end():
     try:
@@ -20,19 +25,29 @@ def end():
     except ProcessLookupError:
         pass
 
-def follow():
-    os.read(0, 1)
-    end()
-
 tool = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-threading.Thread(target=follow, daemon=True).start()
+alive, held = os.pipe()
+guard = os.fork()
+if not guard:
+    os.setsid()
+    for file in (1, 2, held):
+        os.close(file)
+    select.select([0, alive], [], [])
+    end()
+    os._exit(0)
 try:
     code = tool.wait()
 except BaseException:
     end()
     raise
+os.kill(guard, signal.SIGKILL)
+os.waitpid(guard, 0)
 sys.exit(code if code >= 0 else 128 - code)
 """
+
+
+class Killed(UserError):
+    """A search was ended from outside, by a signal or for want of memory: begun again, it may well succeed."""
 
 
 def found(program: str, install: str) -> str:
@@ -51,7 +66,7 @@ def said_by(arguments: Sequence[str]) -> list[str]:
 
 
 def run(arguments: Sequence[str | Path], on: object) -> None:
-    """Run a search to its end.  Raises UserError with the last that it said, where it fails.
+    """Run a search to its end.  Raises UserError with the last that it said, where it fails; Killed where it was ended.
 
     The search, and what it began itself (stages of mmseqs), ends when this process does, however that ends.
     """
@@ -64,4 +79,5 @@ def run(arguments: Sequence[str | Path], on: object) -> None:
         os.close(held)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-200:]
-        raise UserError(f"{arguments[0]} failed on {on} (exit code {done.returncode}): {said}")
+        kind = Killed if done.returncode in _KILLED or _STAGE_KILLED.search(done.stderr) else UserError
+        raise kind(f"{arguments[0]} failed on {on} (exit code {done.returncode}): {said}")

@@ -5,6 +5,7 @@ Wrapped are the forwards of modules, or a method that computes a part of one. Pa
     module                        what is cut                                 result
     FoldingModel.embed_pairs      rows of z                                   over the last iteration's z
     TemplatePairEmbedder          rows of z, of each template's pairs         over z
+    TemplateChainsEmbedder        the same                                    over z
     ExtraEmbedder                 sequences
     RowAttentionWithPairBias      sequences (the bias: rows of z)             over m
     Column[Global]Attention       residues                                    over m
@@ -29,11 +30,11 @@ from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.attention import GatedAttention
 from apps.fold.model.embedders import ExtraEmbedder, TemplatePairEmbedder
 from apps.fold.model.esmfold import ESMFold, SequenceToPair
-from apps.fold.model.features import Features, TemplateFeatures
+from apps.fold.model.features import ChainIds, Features, TemplateFeatures
 from apps.fold.model.folding import FoldingModel
 from apps.fold.model.layers import Transition
 from apps.fold.model.msa import ColumnAttention, ColumnGlobalAttention, OuterProductMean, RowAttentionWithPairBias
-from apps.fold.model.multimer import Multimer, MultimerPointAttention
+from apps.fold.model.multimer import Multimer, MultimerPointAttention, TemplateChainsEmbedder
 from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import InvariantPointAttention, Keys
 from apps.fold.model.triangle import TriangleAttention, TriangleMultiplication
@@ -200,6 +201,44 @@ def _template_pairs(
     return update_rows(z, mask, slices, rows, *embedded)
 
 
+def _chain_templates(
+    module: TemplateChainsEmbedder, whole: Any, how: How, cuts: Cuts, z: Tensor, templates: TemplateFeatures,
+    mask: Tensor, ids: ChainIds,
+) -> Tensor:  # fmt: skip
+    """The templates' stacks one after the other, of which the sum is kept."""
+    T, slices, total = templates.mask_BT.shape[1], cuts(z.shape[1], how.rows, enough(z)), None
+    for t in range(T):
+        t_BNNC = _rows_beside(z, mask, slices, lambda at, rows, t=t: module.pairs(rows.take(), templates, t, ids, at))
+        for block in module.blocks:
+            t_BNNC = block(t_BNNC, mask)
+        if total is None:
+            total = update_rows(t_BNNC, mask, slices, lambda at, rows: module.norm(rows.take()))
+        else:
+            total = update_rows(
+                total, mask, slices, lambda at, rows, other: rows.take() + module.norm(other.take()), t_BNNC
+            )
+    assert total is not None
+    return update_rows(z, mask, slices, lambda at, rows, sums: rows.take() + module.read(sums.take(), T), total)
+
+
+def _rows_beside(z: Tensor, like: Tensor, slices: list[slice], part: Callable[[slice, Coming], Tensor]) -> Tensor:
+    """part(at, z[:, at]) side by side along rows, where z lies; they are made where `like` lies."""
+    if torch.is_grad_enabled():
+        return torch.cat([part(at, Coming(z[:, at])) for at in slices], 1)
+    out = None
+
+    def place(at: slice, rows: Coming) -> None:
+        nonlocal out
+        made = part(at, rows)
+        if out is None:
+            out = empty_beside(z, *z.shape[:3], made.shape[-1])
+        send(out[:, at], made)
+
+    each(z, like, slices, lambda at: [z[:, at]], place)
+    assert out is not None
+    return out
+
+
 def _beside(z: Tensor, like: Tensor, slices: list[slice], part: Callable[[slice], Tensor]) -> Tensor:
     """The parts side by side along rows, where z lies; they are made where `like` lies."""
     if torch.is_grad_enabled():
@@ -294,6 +333,14 @@ def _template_work(module: TemplatePairEmbedder, z: Tensor, templates: TemplateF
     return Work(flops, 3 * _bytes(z) * (1 + T), 20 * (1 + T))
 
 
+def _chain_template_work(
+    module: TemplateChainsEmbedder, z: Tensor, templates: TemplateFeatures, mask: Tensor, ids: ChainIds
+) -> Work:
+    C, T, pairs = module.norm.weight.shape[0], templates.mask_BT.shape[1], z.numel() // z.shape[-1]
+    flops = pairs * 2 * C * (T * (z.shape[-1] + module.distances.in_features + module.SCALARS) + z.shape[-1])
+    return Work(flops, 3 * _bytes(z) * (1 + T), 30 * (1 + T))
+
+
 def _extra_work(module: ExtraEmbedder, features: Features) -> Work:
     flops = 2 * features.extra_msa_BEN.numel() * module.linear.weight.numel()
     return Work(flops, 20 * flops / module.linear.in_features, 5)
@@ -318,6 +365,9 @@ OPERATIONS: dict[type[nn.Module], Operation] = {
     Multimer: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _embed_work, 1),
     ESMFold: Operation("embed_pairs", _embed_pairs, lambda _, features, last, points: last.shape[1], _distance_work, 1),
     TemplatePairEmbedder: Operation("forward", _template_pairs, lambda _, z, *rest: z.shape[1], _template_work),
+    TemplateChainsEmbedder: Operation(
+        "forward", _chain_templates, lambda _, z, *rest: z.shape[1], _chain_template_work
+    ),
     ExtraEmbedder: Operation("forward", _extra, lambda _, features: features.extra_msa_BEN.shape[1], _extra_work, None),
     RowAttentionWithPairBias: Operation("forward", _row_attention, lambda _, m, *rest: m.shape[1], _row_work),
     ColumnAttention: Operation("forward", _column_attention, lambda _, m, mask: m.shape[2], _column_work),

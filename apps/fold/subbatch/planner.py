@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from apps.fold.model.config import MULTIMER_TARGET_DIM, TARGET_DIM, ESMFoldConfig, ModelConfig, MultimerConfig
 from apps.fold.model.embedders import TemplatePairEmbedder
 from apps.fold.model.features import ChainIds, Features, TemplateFeatures
-from apps.fold.model.multimer import Multimer
+from apps.fold.model.multimer import Multimer, TemplateChainsEmbedder
 from apps.fold.model.network import Network, network
 from apps.fold.model.structure import Structure
 from apps.fold.model.triangle import TriangleMultiplication
@@ -145,8 +145,7 @@ def gib_up(num_bytes: int) -> str:
 def planned(job: FoldJob, budget_bytes: int) -> Plan:
     """The plan, or, where none is within the budget, the one with the lowest peak."""
     plan = _Decision(_survey(job, offload=False), budget_bytes).plan()
-    stays = job.device == "cpu" or isinstance(job.config, MultimerConfig)  # whose templates read z whole
-    if plan.peak_bytes <= budget_bytes or stays:
+    if plan.peak_bytes <= budget_bytes or job.device == "cpu":
         return plan
     offloaded = _Decision(_survey(job, offload=True), budget_bytes).plan()
     return min(plan, offloaded, key=lambda p: p.peak_bytes)
@@ -270,7 +269,7 @@ class _Survey:
         known = self.turns.get(name)
         if known is None or known.beside < turn.beside:
             self.turns[name] = turn
-        if operation.over is None or isinstance(module, TemplatePairEmbedder):
+        if operation.over is None or isinstance(module, TemplatePairEmbedder | TemplateChainsEmbedder):
             result = operation.run(module, whole, How("rows", max(1, turn.length)), every, *given)
         else:
             result = given[operation.over]

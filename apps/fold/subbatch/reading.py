@@ -76,5 +76,9 @@ def read_pairs(
 
 def _of_pairs(by_chain_NC: Tensor, chains_N: Tensor) -> Tensor:
     """The best of the residues of both chains, [chains, chains]."""
-    best = torch.stack([by_chain_NC[chains_N == chain].amax(0) for chain in range(by_chain_NC.shape[1])])
-    return torch.maximum(best, best.T)
+    return best_of_both(torch.stack([by_chain_NC[chains_N == chain].amax(0) for chain in range(by_chain_NC.shape[1])]))
+
+
+def best_of_both(by_chain_CC: Tensor) -> Tensor:
+    """Of two chains the better one to be aligned on, [chains, chains]."""
+    return torch.maximum(by_chain_CC, by_chain_CC.T)

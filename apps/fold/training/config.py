@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from apps.fold.axial import AXIAL
 from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
 from apps.fold.model.config import (
@@ -22,6 +23,8 @@ from apps.fold.training.dataset import Selection
 from apps.fold.weights.source import is_multimer
 from core.config import UserError
 from core.mesh import MeshConfig
+from core.optim.spec import spec_of
+from core.placement.style import Plan
 from core.runtime import ranks_of
 from core.train import TrainConfig
 
@@ -51,6 +54,9 @@ class DataConfig(BatchConfig):
     """hits that were published later are left out, as 2018-04-30; always those of less than 60 days before the chain"""
     validation: Path | None = None
     """a folder of structures that are held out; their alignments lie among the others"""
+    clusters: Path | None = None
+    """a file with a cluster of alike chains a line, NAME_CHAIN with blanks between: an epoch has one chain of each,
+    at random; a chain that is in none is one by itself. Without: every chain once"""
     min_residues: int = 10
     """chains of which fewer residues were seen are left out"""
     max_resolution: float = 9.0
@@ -77,7 +83,13 @@ class FoldTrainConfig(TrainConfig):
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("data.structures", "data.alignments", "data.templates", "data.validation", "data.crop", "data.global_batch"),
-        *("model", "average", *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")), "nproc"),
+        *(
+            "model",
+            "average",
+            *(name for name in TrainConfig.ESSENTIAL if not name.startswith("mesh.")),
+            "axial",
+            "nproc",
+        ),
     )
 
     model: str = "model_3_ptm"
@@ -98,13 +110,19 @@ class FoldTrainConfig(TrainConfig):
     """rows of the extra MSA; by default the model's"""
     note: str = ""
     """what predictions with the weights that are learned will be marked with"""
+    axial: int = 1
+    """ranks that share each chain's alignment and pairs (axial parallelism): each keeps a part of what the blocks
+    leave for their backward"""
     nproc: int = 1
     """local ranks to launch; under torchrun leave it at 1"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.nproc < 1:
-            raise UserError(f"nproc={self.nproc}; give the number of local ranks, at least 1")
+        for name, what in (("nproc", "local ranks"), ("axial", "ranks that share a chain")):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}; give the number of {what}, at least 1")
+        if self.axial > 1:
+            self._check_axial()
         if self.average is not None and not 0 <= self.average < 1:
             raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
         if self.learns == "confidence" and self.is_preset:
@@ -117,6 +135,23 @@ class FoldTrainConfig(TrainConfig):
             if value is not None and value < 1:
                 raise UserError(f"{name}={value}; give at least 1 row")
 
+    def _check_axial(self) -> None:
+        """Raises UserError for what does not go with ranks that share a chain."""
+        for there, given, why, instead in (
+            (self.axial > self.data.crop, f"data.crop={self.data.crop}", "there are more ranks than rows of pairs",
+             f"--axial {self.data.crop} at most"),
+            (self.compile, "compile", "torch makes no graphs of the messages within a block", "no --compile"),
+            (self.local.asynchronous is not None or self.rounds is not None, "local.*",
+             "a worker is one rank", "no --local.*"),
+            (self.noise_scale, "noise_scale", "a rank has the gradient of a part of each chain", "no --noise-scale"),
+            (spec_of(self.optim.name).looks, f"optim.name={self.optim.name}",
+             "it differentiates gradients, and the messages between the ranks have none", "--optim.name adamw"),
+            *((size > 1, f"mesh.{name}={size}", "the ranks of a chain are its own axis", f"--mesh.{name} 1")
+              for name in ("cp", "pp", "ep") for size in [getattr(self.mesh, name)]),
+        ):  # fmt: skip
+            if there:
+                raise UserError(f"axial={self.axial} with {given}: {why}; use {instead}, or --axial 1")
+
     def unread(self) -> dict[str, str]:
         found = super().unread()
         if self.data.validation is None:
@@ -126,7 +161,16 @@ class FoldTrainConfig(TrainConfig):
         if not self.of_complexes:
             why = f"model={self.model} is of single chains; give --model of complexes, as model_1_multimer_v3"
             found |= dict.fromkeys(_OF_COMPLEXES, why)
+        else:
+            found["data.clusters"] = (
+                f"model={self.model} is of complexes, which no cluster of chains tells apart; leave it out"
+            )
         return found
+
+    @property
+    def axial_mesh(self) -> MeshConfig:
+        """The mesh, whose axis tp is that of the ranks that share a chain."""
+        return replace(self.mesh, tp=self.axial)
 
     @property
     def is_preset(self) -> bool:
@@ -177,7 +221,21 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
     if model.templates is None and config.data.templates is not None:
         raise UserError(f"{name} takes no templates; leave out --data.templates, or use model_1 or model_2 (_ptm)")
     given = {k: getattr(config, k) for k in ("num_recycles", "max_msa", "max_extra_msa")}
-    return replace(model, **{k: v for k, v in given.items() if v is not None})
+    model = replace(model, **{k: v for k, v in given.items() if v is not None})
+    if config.axial > 1 and of_complexes:
+        raise UserError(f"axial={config.axial}: {name} is of complexes, which one rank folds; use --axial 1")
+    for rows in ("max_msa", "max_extra_msa"):
+        if config.axial > getattr(model, rows):
+            raise UserError(
+                f"axial={config.axial} with {rows}={getattr(model, rows)}: there are more ranks than rows; use --axial "
+                f"{getattr(model, rows)} at most"
+            )
+    return model
+
+
+def plan_of(config: FoldTrainConfig) -> Plan:
+    """How the model is spread, beside data parallelism."""
+    return AXIAL if config.axial > 1 else {}
 
 
 def check_combination(config: FoldTrainConfig) -> MeshConfig:
@@ -186,12 +244,25 @@ def check_combination(config: FoldTrainConfig) -> MeshConfig:
         raise UserError(
             "megalith fold train needs --data.structures FOLDER of mmCIF files (--recipe tiny brings its own)"
         )
+    if config.is_preset:
+        model_config(config)
     return resolved_mesh(config)
 
 
 def resolved_mesh(config: FoldTrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for a batch or a model that it does not divide."""
-    mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
+    if config.mesh.tp > 1:
+        raise UserError(
+            f"mesh.tp={config.mesh.tp}: the structure predictor has no tensor parallelism; use mesh.tp=1, or --axial "
+            f"{config.mesh.tp} for ranks that share each chain"
+        )
+    ranks = ranks_of(config.nproc)
+    if ranks % config.axial:
+        raise UserError(
+            f"axial={config.axial} does not divide the {ranks} rank{'s' * (ranks > 1)} that run; use --nproc "
+            f"{-(-ranks // config.axial) * config.axial}, or fewer axial ranks"
+        )
+    mesh = config.axial_mesh.resolve(ranks, config.zero)
     batch, ranks = config.data.global_batch, mesh.data_ranks
     if batch % ranks:
         divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
@@ -199,6 +270,4 @@ def resolved_mesh(config: FoldTrainConfig) -> MeshConfig:
             f"data.global_batch={batch} does not divide over {ranks} data-parallel ranks; "
             f"use one of {{{divisors}}} ranks, or a batch that is a multiple of {ranks}"
         )
-    if mesh.tp > 1:
-        raise UserError(f"mesh.tp={mesh.tp}: the structure predictor has no tensor parallelism; use mesh.tp=1")
     return mesh

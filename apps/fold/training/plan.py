@@ -1,4 +1,4 @@
-"""`fold plan --recipe RECIPE`: bytes and seconds of a step of `fold train` with the same options, before it runs.
+"""`fold train --plan`, or `fold plan --recipe RECIPE`: bytes and seconds of a step of the run, before it runs.
 
 The step is the run's own, on tensors without memory and ranks that do not exist (`core.estimate`): crops and alignments
 of full size, templates as many as the model takes; complexes whose
@@ -8,6 +8,8 @@ any number. A step has 1 to num_recycles + 1 of them, each equally often: second
 Left out: the moving average's update, validation, and the heads' part where only confidence learns.
 """
 
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -23,22 +25,24 @@ from apps.fold.features.alignment import Alignment
 from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry
 from apps.fold.features.msa import draw
+from apps.fold.loss.violation import atom_tables
 from apps.fold.model import residues
 from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.model.network import trainable
 from apps.fold.training.batches import cropped_shape, row_of, row_of_complex
 from apps.fold.training.complexes import example_of
-from apps.fold.training.config import FoldTrainConfig, model_config, resolved_mesh
+from apps.fold.training.config import FoldTrainConfig, model_config, plan_of, resolved_mesh
 from apps.fold.training.dataset import Example
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.source import read_weights
-from core.config import UserError, in_words, option, time_in_words
+from core.config import UserError, in_words, option, parse, time_in_words, typed
 from core.estimate import PlannedRun, StepEstimate, estimate_step
 from core.estimate.residency import estimate_budget
 from core.mesh import MeshConfig
 from core.optim.build import without_size
 from core.precision import compute_dtype
+from core.trace.machine import Speed
 
 _IDS = ("asym", "entity", "sym", "copies")
 _DRAWN = 8  # residues for which features are made, to see their shapes
@@ -74,6 +78,7 @@ WITHOUT_EFFECT = (
         "data.max_chains",
         "data.max_resolution",
         "data.cache",
+        "data.clusters",
         "data.decoys",
         "optim.lr",
         "optim.clip_norm",
@@ -86,6 +91,13 @@ WITHOUT_EFFECT = (
 def without_effect(config: FoldTrainPlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
     return {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
+
+
+def main(argv: list[str]) -> int:
+    """`fold train --plan` with the other words of its command line."""
+    config = parse(recipes(), argv, "megalith fold train --plan", default="initial_training")
+    show(config, typed(argv, config), Console(width=None if sys.stdout.isatty() else 120, highlight=False))
+    return 0
 
 
 def recipes() -> dict[str, Callable[[], FoldTrainPlanConfig]]:
@@ -111,13 +123,9 @@ def show(config: FoldTrainPlanConfig, typed: set[str], console: Console) -> None
 
 
 def _show_step(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, console: Console) -> None:
-    sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
-
     @cache
     def step(iterations: int) -> StepEstimate:
-        loss = _loss(config, model, max(sizes), iterations)
-        made = _network(config, model), loss, mesh, config, config.speed
-        return estimate_step(*made, optimizer=config.optim, num_microbatches=len(sizes))
+        return step_of(config, mesh, model, config.speed, iterations)
 
     most = min(2, model.num_recycles + 1)
     found, machine = step(most), config.machine
@@ -129,23 +137,52 @@ def _show_step(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig
         average = 0
     console.print("\n".join([f"{found.flops:.3g} FLOPs a rank and step of {most} iterations", *found.messages()]))
     if machine is not None:
-        once, more = step(1).compute_s, found.compute_s - step(1).compute_s
-        computing, sending = once + model.num_recycles / 2 * more, found.sent.wire_bytes / machine.bandwidth
-        step_s, chains = computing + sending, config.data.global_batch
+        mean = mean_step(step, model.num_recycles)
+        sending = mean.sent_bytes / machine.bandwidth
+        step_s, chains, ranks = mean.compute_s + sending, config.data.global_batch, math.prod(mesh.sizes())
         console.print(
-            f"a step of {chains} chains: {step_s:.3g} s at {config.utilisation:.0%} of the peak ({computing:.3g} s "
-            f"computing, {sending:.3g} s communicating), {config.steps:,} steps in "
-            f"{time_in_words(config.steps * step_s)}"
+            f"a step of {chains} chains: {step_s:.3g} s at {config.utilisation:.0%} of the peak ({mean.compute_s:.3g} "
+            f"s computing, {sending:.3g} s communicating), {ranks * mean.flops / step_s / 1e15:.3g} PFLOP/s of all "
+            f"{ranks} ranks; {config.steps:,} steps in {time_in_words(config.steps * step_s)}"
         )
     advice = "try --recompute.mode full, --microbatch 1, --zero 3 with more ranks, or --gemini.budget"
     if (line := config.fits(found.peak_bytes + average, advice)) is not None:
         console.print(line)
 
 
+def step_of(
+    config: FoldTrainConfig, mesh: MeshConfig, model: ModelConfig, speed: Speed, iterations: int
+) -> StepEstimate:
+    """The step of a rank of a run, of so many iterations of recycling."""
+    sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
+    made = _network(config, model), _loss(config, model, max(sizes), iterations), mesh, config, speed, plan_of(config)
+    return estimate_step(*made, optimizer=config.optim, num_microbatches=len(sizes))
+
+
+@dataclass(frozen=True)
+class MeanStep:
+    """A rank's step of as many iterations as a step has in the mean: seconds, FLOPs, bytes over a ring's wires."""
+
+    compute_s: float
+    flops: float
+    sent_bytes: float
+
+
+def mean_step(step: Callable[[int], StepEstimate], num_recycles: int) -> MeanStep:
+    """Of the steps of one iteration and of two: the first of two keeps nothing, and so do more."""
+    once = step(1)
+    again = step(min(2, num_recycles + 1))
+
+    def mean(figure: Callable[[StepEstimate], float]) -> float:
+        return figure(once) + num_recycles / 2 * (figure(again) - figure(once))
+
+    return MeanStep(mean(lambda s: s.compute_s), mean(lambda s: s.flops), mean(lambda s: s.sent.wire_bytes))
+
+
 def _show_budget(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, console: Console) -> None:
     rows = max(config.microbatch_rows(config.data.global_batch // mesh.data_ranks))
     loss = _loss(config, model, rows, min(2, model.num_recycles + 1))
-    made = _network(config, model), loss, mesh, config, config.speed, 1e9 * config.bandwidth_gb_s
+    made = _network(config, model), loss, mesh, config, config.speed, 1e9 * config.bandwidth_gb_s, plan_of(config)
     found = estimate_budget(*made, optimizer=config.optim)
     kinds = {
         "messages between ranks": found.messages_bytes,
@@ -159,7 +196,8 @@ def _show_budget(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConf
 
 
 def _table(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, rows: list[tuple[str, str]]) -> Table:
-    run = f"{mesh.data_ranks} ranks ({mesh.describe()}), ZeRO {config.zero}, {config.precision}"
+    ranks, axes = math.prod(mesh.sizes()), mesh.describe().replace("tp=", "axial=")
+    run = f"{ranks} ranks ({axes}), ZeRO {config.zero}, {config.precision}"
     sizes = f"{config.data.crop} residues, {model.max_msa} + {model.max_extra_msa} rows"
     table = Table("per rank", "bytes", title=f"{config.model}, {sizes}, {run}")
     for row in rows:
@@ -167,15 +205,16 @@ def _table(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, ro
     return table
 
 
-def _network(config: FoldTrainPlanConfig, model: ModelConfig) -> nn.Module:
+def _network(config: FoldTrainConfig, model: ModelConfig) -> nn.Module:
     with torch.device("meta"):
         network = trainable(model)
     return confidence_alone(network) if config.learns == "confidence" else network.train()
 
 
-def _loss(config: FoldTrainPlanConfig, model: ModelConfig, rows: int, iterations: int) -> Callable[[nn.Module], Tensor]:
+def _loss(config: FoldTrainConfig, model: ModelConfig, rows: int, iterations: int) -> Callable[[nn.Module], Tensor]:
     """The run's loss of a microbatch, whose tensors are without memory, but those of which it looks at the values."""
     generator, dtype = np.random.default_rng(0), compute_dtype(config.precision)
+    atom_tables()  # made of values once, which it must not be where tensors have none
     row = _row(model, iterations, generator)
     shapes = {name: (rows, *cropped_shape(name, tensor.shape, config.data.crop)) for name, tensor in row.items()}
     formats = {name: dtype if tensor.is_floating_point() else tensor.dtype for name, tensor in row.items()}

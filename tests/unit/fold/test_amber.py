@@ -1,6 +1,5 @@
 """Relaxation by OpenMM beside a script of OpenMM's own calls, and its limits."""
 
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from apps.fold.relax import said
 from apps.fold.relaxation.amber import Amber
-from apps.fold.relaxation.protocol import Unstable, relax
+from apps.fold.relaxation.protocol import Relaxed, Unstable, relax
 from apps.fold.relaxation.violations import drawn_apart
 from apps.fold.score import compare
 from core.config import UserError
-from tests.support.clashes import chain, clashing, num_clashes, one_chain_pdb
+from tests.support.clashes import Ticking, chain, clashing, num_clashes, one_chain_pdb
 
 pytest.importorskip("openmm", reason="an optional extra, relax; `make install` installs it")
 pytest.importorskip("pdbfixer", reason="an optional extra, relax; `make install` installs it")
@@ -47,13 +47,33 @@ def test_energies_of_more_structures(name: str, seed: int | None, tmp_path: Path
 
 
 def test_a_relaxation_by_openmm_ends_by_its_limit_of_time() -> None:
-    one = clashing(chain("1ejg.pdb"), 1)  # takes 3 s
-    begun = time.monotonic()
-    found = relax([one], Amber, 1.0)
+    """By a clock that goes on by a second whenever it is read, so that no machine is too slow for a round."""
+    one = clashing(chain("1ejg.pdb"), 1)
+    found = relax([one], Amber, 60.0, clock=Ticking())
     assert found.cut_short
-    assert time.monotonic() - begun < 2.0
+    assert len(found.rounds) == 1
     assert found.rounds[0].end == "limit of time"
+    assert 10 < found.rounds[0].iterations < 60
     assert found.rounds[0].energy_after < found.rounds[0].energy_before
+
+
+def test_a_limit_that_passes_before_the_first_round_leaves_what_was_given() -> None:
+    one = clashing(chain("1ejg.pdb"), 1)
+    one.mask[11, 4:] = 0  # a side chain
+    for limit, placed in ((4.0, 0), (12.0, 4)):  # before PDBFixer is called, and when all atoms are placed
+        found = relax([one], Amber, limit, clock=Ticking())
+        assert found.chains[0].mask[11, 4:].sum() == placed
+        _is_as_it_was(found)
+
+
+def _is_as_it_was(found: Relaxed) -> None:
+    assert found.cut_short
+    assert found.rounds == ()
+    assert found.rmsd < 1e-3
+    assert set(found.violations_before) <= set(found.violations_after)
+    assert "the limit of time passed before the first round" in said(found)
+    assert found.report()["rounds"] == []
+    assert found.report()["cut_short"]
 
 
 def test_a_heap_of_atoms_is_drawn_apart_first() -> None:
@@ -68,11 +88,14 @@ def test_a_heap_of_atoms_is_drawn_apart_first() -> None:
         b_factors=one.b_factors[part],
     )
     with pytest.raises(Unstable):
-        relax([heap], Amber, 10.0)
-    found = relax([heap], Amber, 10.0, drawn_apart=drawn_apart)
-    assert found.seconds < 11
+        relax([heap], Amber, 100.0)
+    found = relax([heap], Amber, 100.0, drawn_apart=drawn_apart)
+    assert found.rounds
     assert len(found.violations_before) == 10
     assert len(found.violations_after) < 10
+    cut = relax([heap], Amber, 40.0, clock=Ticking(), drawn_apart=drawn_apart)  # while they are drawn apart
+    assert (cut.rounds, cut.cut_short, cut.method) == ((), True, "none")
+    assert 0 < cut.rmsd < found.rmsd
 
 
 def test_missing_atoms_are_placed_and_hydrogens_are_where_they_were_before() -> None:

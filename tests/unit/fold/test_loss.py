@@ -15,6 +15,7 @@ from apps.fold.loss.structure import (
     chi_loss,
     complex_fape,
     fape,
+    frame_aligned_errors,
     side_chain_fape,
 )
 from apps.fold.loss.total import LossConfig, fine_tuning, total_loss
@@ -365,6 +366,33 @@ def test_fape_of_a_complex_is_the_mean_within_chains_and_that_between_them() -> 
     assert within.item() == pytest.approx(0.7 * mean["within"] + 0.3 * mean["free"], rel=1e-5)
     assert between.item() == pytest.approx(mean["limited"], rel=1e-5)
     assert mean["limited"] < mean["between"]
+
+
+def _pulled_apart(degrees: float) -> float:
+    """How differently two equal chains are drawn that are predicted in one place, beside how much.
+
+    The second is the first turned about an axis. Both losses between chains, and that within them.
+    """
+    chain, predicted = (_structure(seed).backbone.map(lambda x: x[0, 0, :9]) for seed in (2, 1))
+    c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    turn = torch.tensor([[c, -s, 0], [s, c, 0], [0, 0, 1]], dtype=F64)
+    axis = torch.tensor([25.0, 10.0, 0.0], dtype=F64)
+    mate = Frames(turn @ chain.rotation, (chain.translation - axis) @ turn.T + axis)
+    true = Frames(torch.cat([chain.rotation, mate.rotation]), torch.cat([chain.translation, mate.translation]))
+    place = torch.cat([predicted.translation] * 2).requires_grad_()
+    frames, asym = Frames(torch.cat([predicted.rotation] * 2), place), torch.tensor([[1] * 9 + [2] * 9])
+    error = frame_aligned_errors(frames, true, place, true.translation)
+    loss = error.mean() + centre_loss(place[None], true.translation[None], torch.ones(1, 18, dtype=F64), asym).sum()
+    loss.backward()
+    assert place.grad is not None
+    first, second = place.grad.split(9)
+    return float((first - second).norm() / (first + second).norm())
+
+
+def test_equal_chains_about_a_twofold_axis_are_drawn_alike_from_one_place() -> None:
+    """So a network for which they are alike stays there: only what tells them apart already is made to grow."""
+    assert _pulled_apart(180.0) < 1e-12
+    assert _pulled_apart(120.0) > 0.05
 
 
 def test_chains_that_are_too_near_cost_and_those_too_far_do_not() -> None:

@@ -91,12 +91,15 @@ def test_in_the_smallest_slices_it_computes_the_same() -> None:
         assert (getattr(whole, name) - getattr(sliced, name)).abs().max() < 1e-9
 
 
-def test_a_complex_is_planned_with_its_pairs_on_the_device() -> None:
+def test_a_complex_is_planned_with_its_templates_in_slices() -> None:
     job = FoldJob(multimer_preset("model_1_multimer_v3"), 200, 508, 2048, 4, torch.bfloat16, "cuda", 21, hidden=True)
-    plan = planned(job, 0)
-    assert not plan.offload
-    assert plan.peak_bytes > 200**2 * 128 * 2
+    plan, pairs = planned(job, 0), 200**2 * 128 * 2
+    assert plan.choices["template_embedder.pairs"].rows < 200
+    assert plan.offload
+    assert not planned(job, 2**40).offload
     assert planned(job, 2**40).choices != plan.choices
+    whole, name = planned(job, 2**40), "template_embedder.pairs"
+    assert plan.peaks[name] < whole.peaks[name] - pairs
 
 
 def _of_version_2(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

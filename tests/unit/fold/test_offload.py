@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from apps.fold.model.alphafold import AlphaFold
-from apps.fold.model.config import preset, tiny
+from apps.fold.model.config import ModelConfig, MultimerConfig, released, tiny, tiny_multimer
 from apps.fold.model.features import Features
+from apps.fold.model.network import trainable
 from apps.fold.subbatch import HEADS, FoldJob, How, Plan, apply_subbatches
 from apps.fold.subbatch.counting import MetaAccount
 from apps.fold.subbatch.execute import offload_pairs
@@ -21,6 +22,7 @@ from apps.fold.subbatch.slices import every, host_zeros, settle, update_rows
 from core.kernels.operator import forced
 from core.link import Coming
 from tests.support.fold import random_features, random_parameters
+from tests.support.original_multimer import features_of
 from tests.support.recorded_streams import COMPUTING, HOST, RecordedStreams, recorded_link
 
 N = 7
@@ -96,15 +98,18 @@ def test_what_fails_waits_for_what_is_under_way(columns: bool) -> None:
     assert streams.races == []
 
 
-def test_numbers_are_the_same_to_the_bit_and_nothing_races() -> None:
-    config = replace(tiny(), evoformer=replace(tiny().evoformer, num_blocks=1))
-    model = AlphaFold(config).eval()
+@pytest.mark.parametrize("given", [tiny(), replace(tiny_multimer(), max_msa=3, max_extra_msa=2)], ids=["chain", "two"])
+def test_numbers_are_the_same_to_the_bit_and_nothing_races(given: ModelConfig) -> None:
+    config = replace(given, evoformer=replace(tiny().evoformer, num_blocks=1))
+    model = trainable(config).eval()
     model.load_state_dict(random_parameters(config))
-    features = [random_features(7, rows=3, extra=2, templates=2)] * 2
+    of_complex = isinstance(config, MultimerConfig)
+    one = features_of("AB", config) if of_complex else random_features(7, rows=3, extra=2, templates=2)
+    features = [one] * 2
     for rows, product in (
         (2, How("copy", 2)),
         (3, How("cross", 1, 2)),
-        (9, How("whole", 7)),
+        (20, How("whole", 20)),
         (2, How("channels", 3, 5)),
     ):
         with torch.inference_mode():
@@ -136,7 +141,7 @@ def _folded(model: AlphaFold, features: list[Features], rows: int, product: How,
 def _carried_out(job: FoldJob, plan: Plan) -> int:
     """The most bytes alive at once on the meta device in a prediction that follows the plan, every slice of it."""
     with torch.device("meta"):
-        model = AlphaFold(job.config).to(job.dtype).eval()
+        model = trainable(job.config).to(job.dtype).eval()
     without_masks(model)
     apply_subbatches(model, {name: how for name, how in plan.choices.items() if name != HEADS})
     offload_pairs(model, stand_in)
@@ -151,22 +156,24 @@ def _carried_out(job: FoldJob, plan: Plan) -> int:
     return account.peak_bytes
 
 
-def _small(residues: int) -> FoldJob:
-    config = preset("model_5_ptm")
+def _small(residues: int, name: str = "model_5_ptm") -> FoldJob:
+    config = released(name)
     stacks = {name: replace(getattr(config, name), num_blocks=1) for name in ("evoformer", "extra")}
-    return FoldJob(replace(config, **stacks), residues, 5, 6, dtype=torch.bfloat16, device="cuda", iterations=2)
+    sizes = (residues, 5, 6, 0 if config.templates is None else 2)
+    return FoldJob(replace(config, **stacks), *sizes, torch.bfloat16, "cuda", iterations=2)
 
 
 SHARES = (1.0, 1.02, 1.1, 1.3, 2.0, 20.0)
 
 
+@pytest.mark.parametrize("name", ["model_5_ptm", pytest.param("model_1_multimer_v3", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("residues", "shares"),
     [(13, (1.0, 1.1, 20.0)), *(pytest.param(n, SHARES, marks=pytest.mark.soak) for n in (23, 61))],
 )
-def test_what_is_under_way_is_in_the_plan(residues: int, shares: tuple[float, ...]) -> None:
+def test_what_is_under_way_is_in_the_plan(residues: int, shares: tuple[float, ...], name: str) -> None:
     """An upper bound, within 5 % of what carrying it out takes, from the least budget on."""
-    survey = _survey(_small(residues), offload=True)
+    survey = _survey(_small(residues, name), offload=True)
     least = _Decision(survey, 0).plan().peak_bytes
     methods = set()
     for share in shares:

@@ -14,7 +14,7 @@ from apps.fold.__main__ import APP
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.loss.violation import violation_loss
 from apps.fold.model import residues
-from apps.fold.relaxation.protocol import Round, Structure, relax
+from apps.fold.relaxation.protocol import Limit, Round, Structure, relax
 from apps.fold.relaxation.violations import Violations
 from apps.fold.toy import HELDOUT, STRUCTURES
 from core.config import run_command
@@ -108,11 +108,11 @@ class Still:
     method = "none"
     held: tuple[list[int], ...] = ()
 
-    def __init__(self, structure: Structure):
+    def __init__(self, structure: Structure, limit: Limit):
         self.structure, self.placed_NA = structure, structure.exists_NA
         Still.held = ()
 
-    def minimize(self, held_N, deadline, tell) -> Round:
+    def minimize(self, held_N, limit, tell) -> Round:
         Still.held += (np.nonzero(~held_N)[0].tolist(),)
         return Round(0.0, 0.0, 1, "converged")
 

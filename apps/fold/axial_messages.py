@@ -1,0 +1,128 @@
+"""The messages of axial parallelism in training, as closed forms: of a forward with gradients and its backward.
+
+A shard of a dim of n rows has ceil(n / ranks), so that a gathered dim has that many times the ranks: n' below. For the
+blocks of a stack with D channels of s sequences, and of pairs with Z channels:
+
+    gathered    biases and factors of products   n' n (H + 2 C + 2 H_pairs), and s n' C_outer
+    exchanged   m there and back                 2 (s' / ranks) n' D
+                z there and back, twice          4 (n' / ranks) n' Z
+
+In the backward what was gathered is reduced and scattered, and what was exchanged and used goes back. Beside the
+stacks: m is joined behind them, and so are the heads' rows and what points gathered; the gradients of queries, keys and
+values, whole on every rank, are summed. Alignments are of full size. Blocks that are computed again send what they sent
+once more; an iteration without gradients sends z from rank to rank, and factors in pieces, instead (`apps.fold.axial`).
+
+Cheng et al. 2022, FastFold, table 3.
+"""
+
+from collections.abc import Iterator
+
+from apps.fold.model.config import EvoformerConfig, ModelConfig, PairConfig
+from core.placement.style import Message, Messages, Site
+
+
+def _config(site: Site) -> ModelConfig:
+    return site.module.config
+
+
+def _whole(site: Site, rows: int) -> int:
+    """Rows that are gathered of a dim of so many."""
+    return site.size() * -(-rows // site.size())
+
+
+def _pairs(site: Site) -> int:
+    return site.batch * _whole(site, site.length) * site.length
+
+
+def _shown(site: Site) -> int:
+    """Rows of the MSA with those of templates."""
+    config = _config(site)
+    return config.max_msa + (config.max_templates if config.templates is not None else 0)
+
+
+def _pair_stack(site: Site, config: PairConfig, dim: int) -> tuple[int, int]:
+    """Elements that the updates of pairs gather, and exchange."""
+    gathered = _pairs(site) * 2 * (config.product_dim + config.num_heads)
+    return gathered, 4 * site.batch * _whole(site, site.length) ** 2 // site.size() * dim
+
+
+def _stack(site: Site, config: EvoformerConfig, dim: int, rows: int) -> tuple[int, int]:
+    """The same of a block."""
+    length = _whole(site, site.length)
+    gathered, exchanged = _pair_stack(site, config.pair, _config(site).pair_dim)
+    gathered += _pairs(site) * config.msa_heads + site.batch * rows * length * config.outer_dim
+    return gathered, exchanged + 2 * site.batch * _whole(site, rows) * length // site.size() * dim
+
+
+def _blocks(site: Site) -> Iterator[tuple[int, int]]:
+    """What each stack's blocks gather and exchange, all together."""
+    model = _config(site)
+    stacks = [(model.extra, model.extra_dim, model.max_extra_msa), (model.evoformer, model.msa_dim, _shown(site))]
+    for config, dim, rows in stacks:
+        gathered, exchanged = _stack(site, config, dim, rows)
+        yield config.num_blocks * gathered, config.num_blocks * exchanged
+    if (templates := model.templates) is not None:
+        many = templates.num_blocks * model.max_templates
+        gathered, exchanged = _pair_stack(site, templates.pair, templates.dim)
+        yield many * gathered, many * exchanged
+
+
+def _gathered(site: Site) -> int:
+    return sum(gathered for gathered, _ in _blocks(site))
+
+
+def _exchanged(site: Site) -> int:
+    bins = site.batch * _whole(site, site.length) ** 2 // site.size() * _config(site).heads.distogram_bins
+    return bins + sum(exchanged for _, exchanged in _blocks(site))
+
+
+def _returned(site: Site) -> int:
+    """The same in the backward: nothing reads the extra MSA that the last of its blocks sends back."""
+    config = _config(site)
+    last = site.batch * _whole(site, config.max_extra_msa) * _whole(site, site.length) // site.size()
+    return _exchanged(site) - (last * config.extra_dim if config.extra.num_blocks else 0)
+
+
+def _msa(site: Site) -> int:
+    return site.batch * _whole(site, _shown(site)) * site.length * _config(site).msa_dim
+
+
+def _joined(site: Site) -> int:
+    """m, what points gather in each layer, and the heads' rows."""
+    config = _config(site)
+    points = config.structure.num_heads * (
+        config.structure.head_dim + 4 * config.structure.value_points + config.pair_dim
+    )
+    bins = config.heads.distogram_bins + (config.heads.pae_bins or 0)
+    layers = site.batch * _whole(site, site.length) * config.structure.num_layers
+    return _msa(site) + layers * points + _pairs(site) * bins
+
+
+def _scalars(site: Site) -> int:
+    """Queries, keys and values of all layers."""
+    structure = _config(site).structure
+    return structure.num_layers * site.batch * site.length * structure.num_heads * 3 * structure.head_dim
+
+
+def _points(site: Site) -> int:
+    """Their points, and the places of frames, but those where all frames begin."""
+    structure = _config(site).structure
+    points = structure.num_heads * (2 * structure.query_points + structure.value_points)
+    places = structure.num_layers * points + structure.num_layers - 1
+    return site.batch * site.length * 3 * places
+
+
+MESSAGES = Messages(
+    forward=(
+        Message("all_gather", _gathered),
+        Message("all_gather", _joined),
+        Message("all_to_all", _exchanged),
+    ),
+    backward=(
+        Message("reduce_scatter", _gathered),
+        Message("all_gather", _msa),
+        Message("all_to_all", _returned),
+        Message("all_reduce", _scalars),
+        Message("all_reduce", _points, width="wide"),
+    ),
+)
