@@ -377,7 +377,7 @@ class Members:
         lost = self._lost | self._gone_by_themselves(known)
         there = [m for m in known if m not in lost and (m == self.id or (m, 0) in self._signs)]
         if own is None:  # one that comes new writes the first, or the next where all members are lost
-            if latest is not None and any(m in there or (m, 0) not in self._signs for m in latest.members):
+            if latest is not None and not lost.issuperset(latest.members):
                 return None
             number = 1 if latest is None else latest.number + 1
             return Generation(number, tuple(there[:most]), (), 0, len(known))
@@ -496,6 +496,25 @@ class Members:
         """Remove what an earlier step of this generation has left in the store."""
         for word in ("arrived", "all", "votes", "verdict"):
             self._store.delete_key(self._of_step(word, label))
+
+    def note(self, name: str, value: str) -> None:
+        """Leave a word in the store for all replicas of the run, in the place of what was noted so before."""
+        self._store.set(self._key("noted", name), value)
+
+    def add_note(self, name: str, value: str) -> None:
+        """Leave a word, without a semicolon, behind those that have been left so."""
+        store: Any = self._store
+        store.append(self._key("noted", name), f"{value};")
+
+    def noted(self, name: str) -> str | None:
+        """What was noted so; None where nothing was."""
+        key = self._key("noted", name)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def places(self) -> list[str]:
+        """Where each rank of this replica is (`core.watch.place`)."""
+        keys = [self._key("process", self.id, rank) for rank in range(self.num_ranks)]
+        return [where.decode().rpartition(" ")[0] for where in self._store.multi_get(keys)]
 
     def leave(self, over: bool = False) -> None:
         """This replica is done, and with `over` the run."""

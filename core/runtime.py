@@ -108,6 +108,15 @@ def agreed(value: _Value) -> _Value:
     return values[0]
 
 
+def gathered(value: _Value) -> list[_Value]:
+    """Every rank's value, on every rank of the process group; without one the value itself."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
 @contextmanager
 def start(device: str = "auto", seed: int = 0, timeout_s: float = 1800.0) -> Iterator[Runtime]:
     """Join the process group (NCCL on CUDA, gloo elsewhere) for the length of the block, and leave it at the end.

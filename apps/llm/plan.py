@@ -68,7 +68,7 @@ WITHOUT_EFFECT = (
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
     *("pipeline.clip", "pipeline.correction_strength", "pipeline.correction_steps"),
     *("comm.start", "comm.report_every"),
-    *("elastic.store", "elastic.min", "elastic.lost_after"),
+    *("elastic.store", "elastic.min", "elastic.max", "elastic.buddy_every", "elastic.lost_after"),
     *("local.start", "local.outer_lr", "local.nesterov", "local.overlap", "local.mix"),
 )
 """Options of the run that its plan is the same without: what is planned are optimizer steps and what they hold."""

@@ -29,8 +29,8 @@ Floating buffers, such as statistics of batches, are averaged as weights are. A 
 behind its round, when workers hear of it. An evaluation, and what others read of a checkpoint, are of theta.
 
 Stich 2019, Local SGD, algorithm 1; Lin et al. 2020, Post-local SGD, section 3; Douillard et al. 2023, DiLoCo,
-algorithm 1; Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section 2; Zhang et al. 2019, Lookahead. Not
-here: workers that come and go.
+algorithm 1; Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section 2; Zhang et al. 2019, Lookahead. Workers
+that come and go are launches of their own, whose rounds `core.train.elastic_local` ends.
 """
 
 import math
@@ -249,7 +249,10 @@ class LocalTraining:
             given = config.code, self.outer, self._messages, self._group
             self._coded = CodedSum(*given, feeds_back=config.error_feedback)
         self._stop, self._sent = False, 0.0
+        self._others: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self._latest: _Arriving | None = None
+        self.ends_elsewhere = False
+        """`end_step` ends no rounds; `end_round` does"""
         self._loaded: tuple[Tensor, dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def _dealt_out(self) -> Iterator[_Fragment]:
@@ -330,6 +333,8 @@ class LocalTraining:
         noted = torch.stack((self._weight, self._weight * loss, torch.ones_like(self._weight)))
         for fragment in self._fragments:
             fragment.since += noted
+        if self.ends_elsewhere:
+            return Ended({}, False)
         self._stop = self._stop or stop
         done = step + 1 - self.config.start
         if done <= 0:
@@ -351,6 +356,44 @@ class LocalTraining:
             return Ended({}, False)
         self.parallel.publish()
         return self._ended(found)
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        """Whether a round is to be ended behind so many steps of the run.  Where rounds end elsewhere."""
+        return (is_last or step % self.config.every == 0) and float(self._fragments[0].since[2]) > 0
+
+    @torch.no_grad()
+    def end_round(
+        self, num_workers: int, summed: Callable[[Tensor], Tensor], agreed: Callable[[], None]
+    ) -> dict[str, float]:
+        """End a round with workers that are not ranks of this launch.  Returns the figures of `end_step`.
+
+        summed  what it is given, in its place the sum over those workers
+        agreed  returns when all of them have all sums
+
+        What one of these raises leaves this worker as it was.
+        """
+        (fragment,) = self._fragments
+        since = fragment.since.clone()
+        self._others = num_workers, summed
+        try:
+            found = self._send(fragment)()
+            agreed()
+        except BaseException:
+            fragment.since.copy_(since)
+            raise
+        finally:
+            self._others = None
+        taken = self._take(fragment, found, 0.0)
+        self.parallel.publish()
+        return self._ended([taken]).figures
+
+    @torch.no_grad()
+    def join_round(self) -> None:
+        """Begin where theta is: this worker has taken another's state, and has no items in a round that is to end."""
+        for name, master in self.parallel.masters.items():
+            master.copy_(self.outer[name])
+        self._fragments[0].since[:2] = 0
+        self.parallel.publish()
 
     def _follow(self) -> tuple[Tensor, Tensor]:
         """Behind a step in which gradients were averaged: theta is where all workers are."""
@@ -441,9 +484,15 @@ class LocalTraining:
 
     def _summed(self, message: Tensor) -> Tensor:
         """The message, in its place the sum over all workers."""
-        if self.num_workers > 1 and message.numel():
+        if not message.numel():
+            return message
+        num_workers = self.num_workers
+        if self._others is not None:
+            num_workers, summed = self._others
+            message = summed(message)
+        elif num_workers > 1:
             dist.all_reduce(message, group=self._group)
-            self._sent += wire_share("all_reduce", self.num_workers) * message.nbytes
+        self._sent += wire_share("all_reduce", num_workers) * message.nbytes if num_workers > 1 else 0
         return message
 
     @property

@@ -39,6 +39,11 @@ class ElasticConfig:
     are missed; where HOST is this machine and nobody listens, a store is started. None: the launch is the run"""
     min: int = 1
     """replicas that a step takes at least; with fewer the run saves and waits"""
+    max: int | None = None
+    """replicas that a step takes at most; those that come later wait as spares. None: as many as it has rows"""
+    buddy_every: int | None = None
+    """keep each rank's state also in memory that outlives it, every so many steps: where no replica is left that has
+    the state, the next one takes it from there, without a disk. None: from the last checkpoint"""
     lost_after: float = 5.0
     """seconds without a sign of life after which a replica is taken for lost"""
 
@@ -47,6 +52,13 @@ class ElasticConfig:
             parse_address(self.store)
         if self.min < 1:
             raise UserError(f"elastic.min={self.min}; give a number of replicas, at least 1")
+        if self.max is not None and self.max < self.min:
+            raise UserError(f"elastic.max={self.max}; give a number of replicas, at least elastic.min={self.min}")
+        if self.buddy_every is not None and self.buddy_every < 1:
+            raise UserError(
+                f"elastic.buddy_every={self.buddy_every}; give a number of steps, at least 1, or leave it out to keep "
+                "state in checkpoints alone"
+            )
         if not 1 <= self.lost_after < float("inf"):
             raise UserError(f"elastic.lost_after={self.lost_after}; give seconds, at least 1")
 
@@ -55,7 +67,7 @@ class ElasticConfig:
         if self.store is not None:
             return {}
         why = "without elastic.store, through which replicas find each other; give --elastic.store localhost:29400"
-        return dict.fromkeys(("min", "lost_after"), why)
+        return dict.fromkeys(("min", "max", "buddy_every", "lost_after"), why)
 
 
 @dataclass(frozen=True)
@@ -227,7 +239,7 @@ class TrainConfig(ParallelConfig):
                     f"zero={self.zero} and no mesh.dp_replicate",
                     "that is the number of workers, within which ZeRO shards",
                     "--mesh.dp-replicate 2",
-                ): self.zero > 0 and mesh.dp_replicate is None,
+                ): self.zero > 0 and mesh.dp_replicate is None and self.elastic.store is None,
                 (
                     "mesh.cp_mode=mixed",
                     "its two axes are of the whole mesh",
@@ -253,8 +265,6 @@ class TrainConfig(ParallelConfig):
             (not self.ELASTIC, "this command", "its data is prepared by one launch", "megalith llm"),
             (self.local.asynchronous is not None, f"local.async={self.local.asynchronous}",
              "its workers never take a step together", "no --local.async"),
-            (self.local.every > 0, f"local.every={self.local.every}", "its workers are ranks of one launch",
-             "no --local.every"),
             (self.comm.compress is not None, f"comm.compress={self.comm.compress}",
              "what was not sent yet is lost with a replica", "no --comm.compress"),
             (self.comm.gradients is not None, f"comm.gradients={self.comm.gradients}",
@@ -271,6 +281,29 @@ class TrainConfig(ParallelConfig):
                 raise UserError(
                     f"elastic.store={self.elastic.store} with {given}: {why}; use {instead}, or no --elastic.store"
                 )
+
+        if self.rounds is not None:
+            self._check_elastic_rounds(self.rounds)
+
+    def _check_elastic_rounds(self, rounds: LocalTrainingConfig) -> None:
+        """Raises UserError for what local workers that come and go cannot do."""
+        every, saved = rounds.every, self.checkpoint.every
+        for there, given, why, instead in (
+            (rounds.start > 0, f"local.start={rounds.start}", "before it all workers would take each step together",
+             "no --local.start"),
+            (rounds.fragments > 1, f"local.fragments={rounds.fragments}", "a worker joins where all rounds end",
+             "no --local.fragments"),
+            (rounds.overlap > 0, f"local.overlap={rounds.overlap}", "a worker that is lost meanwhile would be averaged",
+             "no --local.overlap"),
+            (rounds.bits is not None, f"local.bits={rounds.bits}", "what was not sent yet is lost with a worker",
+             "no --local.bits"),
+            (self.elastic.buddy_every is not None, f"elastic.buddy_every={self.elastic.buddy_every}",
+             "every worker has theta and the outer momentum", "no --elastic.buddy-every"),
+            (saved % every > 0, f"checkpoint.every={saved}", f"what is saved is of whole rounds of local.every={every}",
+             f"--checkpoint.every {max(1, round(saved / every)) * every}"),
+        ):  # fmt: skip
+            if there:
+                raise UserError(f"elastic.store with local.every={every} and {given}: {why}; use {instead}")
 
     def _check_noise_scale(self) -> None:
         """Raises UserError where no rank has the gradient of its own rows, or its shards, before they are reduced."""

@@ -13,7 +13,8 @@ What the ranks of all replicas share is a store, in which `core.members` keeps w
 Where a replica is lost before that, none takes the step: gradients are dropped, buffers and random generators put back,
 the rest become the next generation and repeat the step with its rows dealt out anew. So no row of the data is lost or
 seen twice, and losses are those of the undisturbed run up to the order of sums. A replica that joins does so between
-two steps, and gets parameters, optimizer, averages, loss scale, buffers and random state from the first one.
+two steps, and gets parameters, optimizer, averages, loss scale, buffers and random state from the first one. Where none
+is left that has the state, it comes from memory that outlives replicas (`core.train.buddies`), or from a checkpoint.
 
 The first replica leads: it writes the log, evaluates and saves; of every step the log says who had which rows. When it
 is lost the next one takes over. Messages between replicas go from the host, also those of a GPU's gradients.
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ from core.parallel.data import in_buckets
 from core.parallel.parallel_model import ParallelModel, Sample
 from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, gloo_group
+from core.train.buddies import Buddies, check_buddies, pieces
 from core.train.config import TrainConfig
 from core.train.folder import changes, dotted, run_log, write_config
 from core.train.meter import Meter
@@ -175,6 +177,7 @@ class Replica:
         self.num_rows, self.rows = 0, range(0)
         self.verdict = ""
         self.group: Group | None = None
+        self.before_votes: Callable[[], None] = lambda: None
         sizes = {n: m.numel() * m.element_size() for n, m in parallel.masters.items()}
         self._messages = in_buckets(sizes, parallel.table)
 
@@ -184,6 +187,7 @@ class Replica:
     @torch.no_grad()
     def exchange(self, weight: Tensor, mean: Tensor) -> Tensor:
         assert self.group is not None
+        self.before_votes()
         self._members.arrive()
         masters = self._parallel.masters
         used = [float(master.grad is not None) for master in masters.values()]
@@ -204,7 +208,7 @@ class Replica:
         return mean.new_tensor(losses / total, dtype=torch.float64)
 
 
-class _Run:
+class Run:
     """An elastic run, on one rank of one replica."""
 
     def __init__(
@@ -231,6 +235,10 @@ class _Run:
         )  # fmt: skip
         self.replica = Replica(self.parallel, self.members, lambda: stop.requested or state.stopping)
         state.elastic = self.replica
+        self.buddies: Buddies | None = None
+        if given.buddy_every is not None:
+            self.buddies = Buddies(given.buddy_every, self.members, self._tell)
+            self.replica.before_votes = self.buddies.settle
         self.last = min(config.steps, config.stop_after or config.steps)
         self.step, self.saved = 0, -1
         self.first: int | None = None  # of a run that goes on from a checkpoint
@@ -265,9 +273,10 @@ class _Run:
 
     def _regroup(self) -> Generation | None:
         units = rows_of_step(self.batches, self.step) // self.axis.size()
+        most = min(units, self.config.elastic.max or units)
         if self.step == self.last:  # nothing is computed any more
             self.members.least = 1
-        return self.members.regroup(self.step, units, self._save_alone, lambda: self.stop.requested)
+        return self.members.regroup(self.step, most, self._save_alone, lambda: self.stop.requested)
 
     def _save_alone(self) -> None:
         """Save where there are too few replicas; of those that are there the first one does."""
@@ -287,13 +296,12 @@ class _Run:
     def _set_up(self, generation: Generation) -> None:
         """Make the groups, give the state to those that have none.  Raises Aborted."""
         members = self.members
+        if self.buddies is not None:
+            self.buddies.join()
         begins = not generation.holders and members.leads
         with members.working("setup", times=False):
             if begins:
-                self.step = self.first = 0
-                again = generation.number > 1
-                self.first = resume(self.state, self.checkpointer, self.config, again)
-                self.step = self.saved = self.first or 0
+                self._begin(again=generation.number > 1)
         members.arrive()
         self.replica.group = Group(members, "all", members.position, len(generation.members))
         holders = generation.holders or generation.members[:1]
@@ -315,38 +323,62 @@ class _Run:
             )
         self.repeats = False
 
+    def _begin(self, again: bool) -> None:
+        """Take the state from where it is left, or begin anew.  again: the run had begun before."""
+        self.step = self.first = 0
+        if again and self.buddies is not None:
+            found = self.buddies.find(agreed(self.checkpointer.latest()) or 0)
+            if found is not None:
+                self._take_state(found.head, pieces(found))
+                self._tell(
+                    f"elastic: no replica is left that has the state; that behind step {self.step} is taken from the "
+                    f"memory of {', '.join(found.machines)}, and {max(0, found.taken - self.step)} steps are repeated"
+                )
+                return
+        self.first = resume(self.state, self.checkpointer, self.config, again)
+        self.step = self.saved = self.first or 0
+
+    def _head(self, names: Iterable[str]) -> dict[str, Any]:
+        """What a replica is given beside tensors of these names."""
+        head = {"step": self.step, "saved": self.saved, "first": self.first, "record": self.state.record()}
+        return head | {"random": rng_text(), "names": list(names)}
+
     def _share_state(self, group: Group) -> None:
         """The state of the first of a group, to the others.  Raises Aborted."""
         if group.place:
-            self._take_state(group)
+            text = torch.zeros(int(group.from_first(torch.zeros(1, dtype=torch.int64))), dtype=torch.uint8)
+            head = json.loads(group.from_first(text).numpy().tobytes())
+            self._take_state(head, lambda like: group.from_first(torch.empty_like(like, device="cpu").contiguous()))
             return
         tensors = self.state.complete_tensors()
-        head = {"step": self.step, "saved": self.saved, "first": self.first, "record": self.state.record()}
-        head |= {"random": rng_text(), "names": list(tensors)}
-        text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(json.dumps(self._head(tensors)).encode()), dtype=torch.uint8)
         group.from_first(torch.tensor([len(text)]))
         group.from_first(text)
         for tensor in tensors.values():
             group.from_first(local(tensor).detach().cpu().contiguous())
 
-    def _take_state(self, group: Group) -> None:
+    def _take_state(self, head: dict[str, Any], values: Callable[[Tensor], Tensor]) -> None:
+        """values: those of one tensor after the other, each like what it is given"""
+
         def fill(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], None]:
-            text = torch.zeros(int(group.from_first(torch.zeros(1, dtype=torch.int64))), dtype=torch.uint8)
-            head = json.loads(group.from_first(text).numpy().tobytes())
             if head["names"] != list(tensors):
                 raise RuntimeError("this replica's tensors are not those of the replica that it joins")
             for tensor in tensors.values():
                 place = local(tensor).detach()
-                place.copy_(group.from_first(torch.empty_like(place, device="cpu").contiguous()))
+                place.copy_(values(place))
             self.step, self.saved, self.first = head["step"], head["saved"], head["first"]
             set_rng_text(head["random"])
             self.parallel.draws.forget()
             return head["record"], None
 
         self.state.take(fill)
+        self._joined()
+
+    def _joined(self) -> None:
+        """Called when this replica has taken another's state."""
 
     @contextmanager
-    def _leading(self, generation: Generation) -> Iterator["_Log"]:
+    def _leading(self, generation: Generation) -> Iterator["Log"]:
         """Write what one replica writes, for as long as this one leads."""
         with ExitStack() as stack:
             if self.runtime.leads:
@@ -356,7 +388,7 @@ class _Run:
             fresh = self.step == 0 and self.first is None and generation.number == 1
             rows = stack.enter_context(run_log(self.config, self.runtime, None if fresh else self.step))
             progress = Progress(self.config.steps, first_step=self.step, active=self.runtime.leads)
-            log = _Log(rows, stack.enter_context(progress))
+            log = Log(rows, stack.enter_context(progress))
             log.catch_up(self.kept, self.step)
             if generation.number == 1 and self.first is not None:
                 progress.message(f"continuing after step {self.first}{changes(self.state.loaded, self.state.values)}")
@@ -385,33 +417,47 @@ class _Run:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _train(self, generation: Generation, log: "_Log | None") -> bool:
+    def _train(self, generation: Generation, log: "Log | None") -> bool:
         """Take steps for as long as this generation lasts.  Returns whether another follows.  Raises Aborted."""
-        members, replica, num_members = self.members, self.replica, len(generation.members)
-        rows = Rows(self.batches, members.position, num_members)
-        pinned = self.parallel.device.type == "cuda"
-        with Prefetch(rows, self.axis.get_local_rank(), self.axis.size(), step=self.step, pinned=pinned) as source:
+        members, replica = self.members, self.replica
+        with self._batches(generation) as (source, rows):
             while self.step < self.last:
-                replica.num_rows = rows_of_step(self.batches, self.step)
-                dealt = {
-                    m: rows.of_replica(replica.num_rows, self.axis.size(), p) for p, m in enumerate(generation.members)
-                }
-                replica.rows = dealt[members.id]
+                dealt = self._deal(generation, rows)
                 with self.meter.step(self.state), members.working(f"{self.step}"), self._put_back():
                     batch = next(source)
                     row = self.step_of(batch=batch, step=self.step)
-                self._after(row, generation, dealt, log)
+                self._after(self._row(row, generation, dealt), log)
                 if self.step > 2 and self.runtime.leads and members.leads:
                     members.forget(f"{self.step - 3}")
                 if replica.verdict == "regroup":
-                    leavers = members.leavers()
-                    if members.id in leavers:
-                        self.stop.requested = True
-                        if leavers >= set(generation.members):
-                            self._stop_all(log)
-                        return False
-                    return self.step < self.last
+                    return self._goes_on(generation, log)
             return False
+
+    @contextmanager
+    def _batches(self, generation: Generation) -> Iterator[tuple[Prefetch, Rows]]:
+        """This rank's batches, from the next step on, and who has which rows."""
+        rows = Rows(self.batches, self.members.position, len(generation.members))
+        pinned = self.parallel.device.type == "cuda"
+        with Prefetch(rows, self.axis.get_local_rank(), self.axis.size(), step=self.step, pinned=pinned) as source:
+            yield source, rows
+
+    def _deal(self, generation: Generation, rows: Rows) -> dict[int, range]:
+        """The next step's rows of each member; this replica's are those that it takes."""
+        replica, ranks = self.replica, self.axis.size()
+        replica.num_rows = rows_of_step(self.batches, self.step)
+        dealt = {m: rows.of_replica(replica.num_rows, ranks, place) for place, m in enumerate(generation.members)}
+        replica.rows = dealt[self.members.id]
+        return dealt
+
+    def _goes_on(self, generation: Generation, log: "Log | None") -> bool:
+        """Behind a step after which members change: whether this replica has another generation."""
+        leavers = self.members.leavers()
+        if self.members.id in leavers:
+            self.stop.requested = True
+            if leavers >= set(generation.members):
+                self._stop_all(log)
+            return False
+        return self.step < self.last
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -432,15 +478,21 @@ class _Run:
         persistent = self.parallel.model.state_dict(keep_vars=True)
         return [buffer for name, buffer in self.parallel.model.named_buffers() if name in persistent]
 
-    def _after(self, row: dict[str, Any], generation: Generation, dealt: dict[int, range], log: "_Log | None") -> None:
+    def _row(self, row: dict[str, Any], generation: Generation, dealt: dict[int, range]) -> dict[str, Any]:
+        """The row of metrics of a step that has just been taken."""
         self.step += 1
-        config, step = self.config, self.step
-        row = {"step": step, **row, **self.meter.row(row.pop("tokens"))}
+        row = {"step": self.step, **row, **self.meter.row(row.pop("tokens"))}
         row |= {"replicas": len(dealt), "generation": generation.number}
         row["rows"] = {str(member): [rows.start, rows.stop] for member, rows in dealt.items()}
+        return row
+
+    def _after(self, row: dict[str, Any], log: "Log | None") -> None:
+        config, step = self.config, self.step
         if log is not None and self.evaluate is not None and config.evaluate_every and step < self.last:
             row |= self.evaluate() if step % config.evaluate_every == 0 else {}
         self.kept.append(row)
+        if self.buddies is not None:
+            self._keep(self.buddies)
         if log is not None:
             log.write(row)
         if not math.isfinite(self.state.loss):
@@ -450,11 +502,28 @@ class _Run:
                 self._save()
             self.saved = step
 
+    def leave_buddies(self) -> None:
+        """This replica's state is on the disk, or others go on with it."""
+        if self.buddies is not None:
+            self.buddies.leave()
+
+    def _keep(self, buddies: Buddies) -> None:
+        buddies.clear()
+        tensors: dict[str, Tensor] = {}
+
+        def complete() -> dict[str, Tensor]:
+            tensors.update(self.state.complete_tensors())
+            return tensors
+
+        buddies.keep(self.step, lambda: self._head(tensors), complete)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _end(self, log: "_Log | None") -> dict[str, Any]:
+    def _end(self, log: "Log | None") -> dict[str, Any]:
         """The last checkpoint and the summary, by the replica that leads; the others wait, in case that one is lost."""
         summary = self.meter.summary(self.step, self.config.steps, self.state)
+        if self.buddies is not None:
+            self.buddies.settle()
         with self.members.working("end", times=False):
             if log is not None:
                 if self.saved != self.step:
@@ -465,17 +534,19 @@ class _Run:
                 log.rows.summarise(summary)
         self.members.arrive()
         self.members.vote()
+        if self.buddies is not None:
+            self.buddies.end_lost()
         self.members.leave(over=True)
         return summary if log is not None else summary | {"status": "followed"}
 
-    def _stop_all(self, log: "_Log | None") -> None:
+    def _stop_all(self, log: "Log | None") -> None:
         """All replicas are asked to stop: the first one saves."""
         if log is not None and self.saved != self.step:
             self._save()
             self.checkpointer.wait()
             log.rows.summarise(self.meter.summary(self.step, self.config.steps, self.state))
 
-    def _left(self, log: "_Log | None" = None) -> dict[str, Any]:
+    def _left(self, log: "Log | None" = None) -> dict[str, Any]:
         if log is None and self.members.generation is not None and self.members.remains_first and self.members.alone:
             self._save_alone()
         self.members.leave()
@@ -483,7 +554,7 @@ class _Run:
         return self.meter.summary(self.step, self.config.steps, self.state) | {"status": "stopped"}
 
 
-class _Log:
+class Log:
     """The metrics of a run and what is shown of it, by the replica that leads."""
 
     def __init__(self, rows: RunLog, progress: Progress):
@@ -526,22 +597,28 @@ def fit_elastically(
     step_of: StepOf,
     sample: Sample,
     evaluate: Callable[[], Mapping[str, float]] | None,
+    of: type[Run] = Run,
 ) -> dict[str, Any]:
     """`core.train.fit` of a replica.  Returns its summary; its status is `followed` where another one led to the end.
 
     step_of  `train_step`, that wants a batch and a step
+    of       what its steps are
     """
     _check(state)
+    check_buddies(config.elastic.buddy_every, config.elastic.min)
     with ExitStack() as stack:
         state.parallel.prepare(state.optimizer, sample)
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, state.parallel.whole_mesh)
         stack.callback(checkpointer.close)
         stop = stack.enter_context(StopRequest())
-        run = _Run(state, batches, config, runtime, meter, step_of, evaluate, checkpointer, stop)
+        run = of(state, batches, config, runtime, meter, step_of, evaluate, checkpointer, stop)
         stack.callback(run.members.leave)
         try:
-            return run.run()
+            summary = run.run()
+            run.leave_buddies()
+            return summary
         except Excluded:
+            run.leave_buddies()
             if runtime.leads:
                 print(excluded(config.elastic.lost_after), file=sys.stderr, flush=True)
             raise SystemExit(1) from None

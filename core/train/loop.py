@@ -49,7 +49,8 @@ from core.precision import LossScale, compute_dtype, set_matmul_precision
 from core.runtime import Runtime, StopRequest, agreed, seed_everything, watch_steps
 from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
-from core.train.elastic import fit_elastically
+from core.train.elastic import Run, fit_elastically
+from core.train.elastic_local import LocalRun
 from core.train.folder import changes, nothing_to_do, run_log
 from core.train.meter import Meter
 from core.train.noise import NoiseScale
@@ -120,7 +121,8 @@ def fit(
         sample = _sample(parallel, batches, loss, config)
         figures = None if evaluate is None else partial(_evaluated, parallel, evaluate)
         meter = Meter(parallel, config, runtime, flops_per_token)
-        return fit_elastically(state, batches, config, runtime, meter, step_of, sample, figures)
+        of = Run if parallel.local is None else LocalRun
+        return fit_elastically(state, batches, config, runtime, meter, step_of, sample, figures, of)
     with ExitStack() as stack:
         hangs = stack.enter_context(watch_steps(config.hang_after, parallel.device))
         stack.callback(parallel.close)
@@ -303,7 +305,7 @@ def train_step(
         parallel.reduce()
         if parallel.local is not None:
             parallel.local.share_gradients(step)
-        if state.elastic is not None:
+        if state.elastic is not None and parallel.local is None:
             mean = state.elastic.exchange(whole, mean)
         squares = None if state.noise is None else state.noise.take(sizes, axis.size())
         whole = gradient_norm(parallel.masters.values(), parallel.mesh)

@@ -75,22 +75,22 @@ def train(given: TrainConfig, pause_s: c_double | None = None, dropout: float = 
         return fit(parallel, optimizer, Batch(), slow_loss, given, runtime)
 
 
-def _main(given: TrainConfig, said: Path, pause_s: c_double | None) -> None:
+def _main(given: TrainConfig, said: Path, pause_s: c_double | None, dropout: float = 0.2) -> None:
     sys.stdout = sys.stderr = said.open("a", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     torch.set_num_threads(1)
 
     def main(_: list[str]) -> int:
-        train(given, pause_s)
+        train(given, pause_s, dropout)
         return 0
 
     os._exit(run_command(main, []))
 
 
-def replica(given: TrainConfig, said: Path, pause_s: c_double | None = None) -> BaseProcess:
+def replica(given: TrainConfig, said: Path, pause_s: c_double | None = None, dropout: float = 0.2) -> BaseProcess:
     """Start one: a fork, so that all is imported."""
-    process = fork.Process(target=_main, args=(given, said, pause_s))
+    process = fork.Process(target=_main, args=(given, said, pause_s, dropout))
     process.start()
     return process
 

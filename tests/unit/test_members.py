@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from apps.diffusion.config import DiffusionConfig
+from core.checkpoint import CheckpointConfig
 from core.config import UserError
 from core.members import Members, parse_address
+from core.optim.sgd import SgdConfig
 from core.parallel.compress import CommConfig
 from core.parallel.local import LocalTrainingConfig
 from core.train import TrainConfig
@@ -31,7 +33,7 @@ def test_an_address_is_a_host_and_a_port() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"local": LocalTrainingConfig(every=4)}, "with local.every=4: its workers"),
+        ({"local": LocalTrainingConfig(asynchronous="hogwild"), "optim": SgdConfig(momentum=0.0)}, "with local.async"),
         ({"comm": CommConfig(compress="powersgd")}, "with comm.compress=powersgd"),
         ({"comm": CommConfig(gradients="int4"), "zero": 3}, "with comm.gradients=int4"),
         ({"noise_scale": True}, "with noise_scale"),
@@ -42,19 +44,50 @@ def test_what_does_not_go_with_it_is_refused_by_name(options: dict[str, Any], wo
         TrainConfig(elastic=STORE, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"start": 3}, "local.start=3: before it"),
+        ({"fragments": 2}, "local.fragments=2: a worker joins"),
+        ({"overlap": 1}, "local.overlap=1: a worker that"),
+        ({"bits": 4}, "local.bits=4: what was not sent"),
+    ],
+)
+def test_what_local_workers_cannot_do_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match="elastic.store with local.every=5 and " + words):
+        TrainConfig(elastic=STORE, local=LocalTrainingConfig(every=5, **options))
+
+
+def test_local_workers_save_whole_rounds_and_have_no_buddies() -> None:
+    rounds = LocalTrainingConfig(every=5)
+    with pytest.raises(UserError, match=r"checkpoint.every=12: .*; use --checkpoint.every 10"):
+        TrainConfig(elastic=STORE, local=rounds, checkpoint=CheckpointConfig(every=12))
+    with pytest.raises(UserError, match=r"elastic.buddy_every=2: every worker has theta"):
+        TrainConfig(elastic=ElasticConfig("localhost:29400", buddy_every=2), local=rounds)
+    TrainConfig(elastic=STORE, local=rounds, zero=3)
+
+
 def test_commands_whose_data_one_launch_prepares_refuse_it() -> None:
     with pytest.raises(UserError, match=r"with this command: .*; use megalith llm"):
         DiffusionConfig(elastic=STORE)
 
 
-@pytest.mark.parametrize(("given", "words"), [({"min": 0}, "elastic.min=0"), ({"lost_after": 0.1}, "lost_after=0.1")])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"min": 0}, "elastic.min=0"),
+        ({"lost_after": 0.1}, "lost_after=0.1"),
+        ({"buddy_every": 0}, "elastic.buddy_every=0; give a number of steps"),
+        ({"min": 3, "max": 2}, "elastic.max=2; give a number of replicas, at least elastic.min=3"),
+    ],
+)
 def test_numbers_are_checked(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ElasticConfig("localhost:29400", **given)
 
 
 def test_without_a_store_the_rest_is_not_read() -> None:
-    assert set(ElasticConfig().unread()) == {"min", "lost_after"}
+    assert set(ElasticConfig().unread()) == {"min", "max", "buddy_every", "lost_after"}
     assert not STORE.unread()
 
 

@@ -70,7 +70,7 @@ class FoldTrainPlanConfig(PlannedRun, FoldTrainConfig):
 WITHOUT_EFFECT = (
     *("seed", "out", "resume", "device", "compile", "hang_after", "evaluate_every", "matmul_precision", "note"),
     *("noise_scale", "noise_scale_steps"),
-    *("elastic.store", "elastic.min", "elastic.lost_after"),
+    *("elastic.store", "elastic.min", "elastic.max", "elastic.buddy_every", "elastic.lost_after"),
     *("stop_after", "checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard"),
     *("log.wandb_project", "data.structures", "data.alignments", "data.max_template_date", "data.validation"),
     *(
