@@ -17,6 +17,7 @@ offload moves nothing, and the budget is that of Gemini's account.
 import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -281,6 +282,7 @@ def _deepspeed(turn: Turn, zero: dict[str, Any], others: dict[str, Any] | None =
         "steps_per_print": 1_000_000,
     }
     join(turn.device)
+    os.environ.setdefault("LOCAL_RANK", "0")  # which its own launcher sets
     model = built(turn)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     loss = loss_of(turn)
