@@ -475,7 +475,7 @@ MEASURES = (
     "benchmarks/slow_links.py",
     "benchmarks/slow_links_peers.py",
 )
-BENCHMARK = Benchmark("slow_links", "Training over slow links", measure, MEASURES, plot, ("part",), resumes=True)
+BENCHMARK = Benchmark("slow_links", "Training over slow links", measure, MEASURES, plot, ("--part",), resumes=True)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="slow_links"), sys.argv[1:]))
