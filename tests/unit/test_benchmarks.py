@@ -101,7 +101,7 @@ def test_a_part_is_kept_for_the_run_that_does_the_rest(tmp_path: Path) -> None:
     options = runner.Options(part="bytes")
     with pytest.raises(UserError, match="--part bytes: slow_links has the parts losses and times"):
         slow_links.measure(options)
-    with pytest.raises(UserError, match="--part: msa does not read it; run `python -m benchmarks.slow_links` with it"):
+    with pytest.raises(UserError, match=r"--part: msa does not read it; .*benchmarks\.slow_links"):
         runner.main(["--part", "losses", "slow_links", "msa"])  # the first of the two does
     toy = replace(slow_links.BENCHMARK, name="toy", measure=lambda options: options.kept(ROW))
     runner.run(toy, runner.Options(part="losses"), tmp_path, "a command")
