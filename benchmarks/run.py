@@ -58,6 +58,7 @@ class Options:
     peers_python  interpreter of an environment that has the systems under comparison which this one lacks
     peers_source  checkout of a system that is run from its source
     families      of kernels that are measured; empty: all
+    part          of a benchmark that is measured part by part; empty: all
     compiled      whether torch.compile takes part where it can
     kept          what is told each figure as soon as there is one
     earlier       figures that a run which was cut had kept, of a benchmark that resumes
@@ -68,6 +69,7 @@ class Options:
     peers_python: Path | None = None
     peers_source: Path | None = None
     families: tuple[str, ...] = ()
+    part: str = ""
     compiled: bool = True
     kept: Callable[[Row], None] = lambda row: None
     earlier: tuple[Row, ...] = ()
@@ -77,13 +79,14 @@ class Options:
 class Benchmark:
     """measures: the files and folders of the repository whose code the figures are of, the benchmark's own too.
 
-    takes    which of --family and --no-compile it reads; a benchmark that does not is not run with them
+    measure  None of a part that is not the last: its figures are kept
+    takes    which of --family, --no-compile and --part it reads; a benchmark that does not is not run with them
     resumes  whether it goes on from figures that a run which was cut had kept
     """
 
     name: str
     title: str
-    measure: Callable[[Options], Measured]
+    measure: Callable[[Options], Measured | None]
     measures: tuple[str, ...]
     plot: Callable[[Result, Path], Path] | None = None
     takes: tuple[str, ...] = ()
@@ -116,6 +119,9 @@ def main(argv: list[str], only: str | None = None) -> int:
     parser.add_argument(
         "--no-compile", action="store_true", help="leave torch.compile out, which takes most of the time"
     )
+    parser.add_argument(
+        "--part", default="", help="of slow_links: losses or times, kept for the run that does the rest"
+    )
     if only is None:
         parser.add_argument("--stale", action="store_true", help="list the results that are not of the code as it is")
         parser.add_argument("names", nargs="*", metavar="NAME")
@@ -132,16 +138,18 @@ def main(argv: list[str], only: str | None = None) -> int:
         from benchmarks.stale import list_stale
 
         return list_stale(names, given.out or RESULTS)
-    asked = [f"--{option}" for option in ("family", "no-compile") if getattr(given, option.replace("-", "_"))]
+    asked = [f"--{option}" for option in ("family", "no-compile", "part") if getattr(given, option.replace("-", "_"))]
     for name in names if asked else ():
         if unread := [option for option in asked if option not in load(name).takes]:
-            raise UserError(f"{', '.join(unread)}: {name} does not read it; run `python -m benchmarks.kernels` with it")
+            reads = "slow_links" if unread == ["--part"] else "kernels"
+            raise UserError(f"{', '.join(unread)}: {name} does not read it; run `python -m benchmarks.{reads}` with it")
     if len(names) > 1:
         return run_each(names, given)
     out = given.out or (None if given.quick else RESULTS)
     options = Options(
-        given.quick, given.full, given.peers_python, given.peers_source, tuple(given.family), not given.no_compile
-    )
+        given.quick, given.full, given.peers_python, given.peers_source, tuple(given.family), given.part,
+        not given.no_compile,
+    )  # fmt: skip
     command = shlex.join(["python", "-m", f"benchmarks.{only or 'run'}", *map(_elsewhere, argv)])
     run(load(names[0]), options, out, command)
     return 0
@@ -179,6 +187,9 @@ def run(benchmark: Benchmark, options: Options, out: Path | None, command: str) 
         if not options.quick:
             raise
         print(f"{benchmark.name} is left out: {error}")
+        return
+    if measured is None:
+        print("kept" if partial is None else f"kept in {partial} for the run that does the rest")
         return
     result = result_of(benchmark.name, benchmark.title, command, measured, began)
     show(result)

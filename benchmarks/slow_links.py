@@ -7,11 +7,15 @@ only when; so curves and step times are measured apart, or slow links would make
    which all messages pass: a rank sleeps for its bytes / bandwidth, and computes nothing meanwhile. Of local training
    the step that ends a round is timed apart, and its surplus counts an H-th. They say how long the rest will take.
 2. Curves: each form is trained once a seed without a link, and its held-out bits per byte are taken on the way. Those
-   of ZeRO and PowerSGD are alike on any number of workers, to 1e-10 in fp64 (tests/parity); local training's are not,
-   and ZeRO++'s, which rounds each worker's rows by themselves, is taken of the fewest.
+   of ZeRO and PowerSGD are alike on any number of workers, to 1e-10 in fp64 (tests/parity), and taken of one; local
+   training's are not, and ZeRO++'s, which rounds each worker's rows by themselves, is taken of the fewest.
 3. Time to a loss: the mean curve's step at which the held-out loss that all forms reach is passed, times the step time.
 
-It prints how long it will take once it has timed the steps, and is resumed.
+4. PowerSGD beside torch's hook for DDP, of the same first basis (`benchmarks.slow_links_peers`).
+
+It prints how long it will take once it has timed the steps, and is resumed. `--part losses` trains and compares, and
+reads no clock, so it may run beside other work; `--part times` does the rest; each keeps its figures for the run that
+writes the result.
 """
 
 import json
@@ -41,14 +45,15 @@ from apps.llm.recipes import RECIPES
 from benchmarks.ranks import on_ranks
 from benchmarks.result import ROOT, Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
+from benchmarks.slow_links_peers import beside_torchs_hook
 from core.comm.volume import slow_link, wire_share
 from core.compose import parallelize
-from core.config import run_command
+from core.config import UserError, run_command
 from core.mesh import MeshConfig, Zero, data_axis
 from core.models.decoder import Decoder, initialise
 from core.models.plan import decoder_plan
 from core.optim.build import build_optimizer
-from core.parallel.compress import CommConfig
+from core.parallel.compress import CommConfig, takes
 from core.parallel.local import LocalTrainingConfig
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.runtime import start
@@ -61,16 +66,23 @@ TIMED_ROUND, TIMED_STEPS = 4, 8
 UNTIMED = 2
 LINKS = {"none": math.inf, "10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 ALL_REDUCE, ZERO3, ZERO_PP, POWERSGD, DILOCO, TWO_BW = "all-reduce", "ZeRO-3", "ZeRO++", "PowerSGD", "DiLoCo", "2bw"
+POWERSGD_COMM = CommConfig("powersgd", rank=4)
+BESIDE = "beside torch's hook"
 
 
 @dataclass(frozen=True)
 class Form:
-    """How workers meet.  learns_as: the form whose curve is this one's"""
+    """How workers meet.
+
+    learns_as  the form whose curve is this one's
+    seeds      the most that its curve is of; None: the study's
+    """
 
     name: str
     workers: int
     learns_as: "Form | None" = None
     zero: Zero = 0
+    seeds: int | None = None
     pipeline: bool = False
     comm: CommConfig = field(default_factory=CommConfig)
     local: LocalTrainingConfig = field(default_factory=LocalTrainingConfig)
@@ -78,6 +90,11 @@ class Form:
     @property
     def curve(self) -> "Form":
         return self.learns_as or self
+
+    @property
+    def learners(self) -> int:
+        """Workers of its curve: one learns what all do where messages are whole, or linear in what is sent."""
+        return self.workers if self.pipeline or self.local.every or self.comm.codes_shards else 1
 
     def config(self, study: "Study", steps: int, seed: int) -> PretrainConfig:
         config = replace(study.config, steps=steps, seed=seed, zero=self.zero, comm=self.comm, local=self.local)
@@ -89,7 +106,7 @@ class Form:
 def forms(numbers: Sequence[int]) -> list[Form]:
     found, (least, *_) = list[Form](), numbers
     diloco = LocalTrainingConfig(every=ROUND, bits=2)
-    synchronous, powersgd = Form(ZERO3, least, zero=3), Form(POWERSGD, least, comm=CommConfig("powersgd", rank=4))
+    synchronous, powersgd = Form(ZERO3, least, zero=3), Form(POWERSGD, least, comm=POWERSGD_COMM)
     zero_pp = Form(ZERO_PP, least, zero=3, comm=CommConfig(weights="int8", gradients="int4", secondary=True))
     for workers in numbers:
         found += [
@@ -99,7 +116,7 @@ def forms(numbers: Sequence[int]) -> list[Form]:
             replace(powersgd, workers=workers, learns_as=None if workers == least else powersgd),
             Form(DILOCO, workers, local=diloco),
         ]
-    return [*found, Form(TWO_BW, least, pipeline=True)]
+    return [*found, Form(TWO_BW, least, pipeline=True, seeds=1)]  # which no target asks for
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,8 @@ def study_of(options: Options) -> Study:
     demo = RECIPES["demo"]()
     common = replace(demo, device="cpu", precision=fastest_precision(), hf=False)
     if not options.quick:
-        return Study(replace(common, data=replace(demo.data, global_batch=8, heldout_fraction=0.02)))
+        data = replace(demo.data, global_batch=8, sequence_length=128, heldout_fraction=0.02)
+        return Study(replace(common, data=data))
     small = RECIPES["debug"]()
     model = replace(small.model, num_layers=2)
     data = replace(small.data, global_batch=8)
@@ -242,7 +260,7 @@ def learned(study: Study, form: Form, seed: int) -> Job:
     def numbers(ran: Ran) -> dict[str, Number]:
         return {f"after {step}": Number(found, "bits/byte") for step, found in ran.bits.items()}
 
-    return Job(_case("curves", form, "none", seed), form.workers, config, math.inf, numbers)
+    return Job(_case("curves", form, "none", seed), form.learners, config, math.inf, numbers)
 
 
 class Runs:
@@ -255,7 +273,8 @@ class Runs:
 
     def of(self, jobs: Sequence[Job]) -> list[Row]:
         missing = [job for job in jobs if tuple(job.case.items()) not in self._known]
-        for batch in [missing] if self.options.quick and missing else [[job] for job in missing]:
+        together = [[job for job in missing if job.workers == n] for n in dict.fromkeys(job.workers for job in missing)]
+        for batch in together if self.options.quick else [[job] for job in missing]:
             given = [(job.config, job.bits_per_s) for job in batch]
             ranks = on_ranks(
                 batch[0].workers, trained_in_turn, given, self.corpus, preload=[__name__], limit_s=7200
@@ -264,6 +283,24 @@ class Runs:
                 row = self._known[tuple(job.case.items())] = Row(job.case, job.numbers(ran))
                 self.options.kept(row)
         found = [self._known[tuple(job.case.items())] for job in jobs]
+        self.rows += found
+        return found
+
+    def beside_torch(self) -> list[Row]:
+        """PowerSGD's sums and bytes beside those of torch's hook, of gradients of the model's shapes."""
+        shapes = {tuple(p.shape) for p in _on_meta(self.study.config).parameters()}
+        taken = sorted(shape for shape in shapes if takes(shape, POWERSGD_COMM))
+        cases = [_case(BESIDE, Form(f"{POWERSGD} {m} x {n}", self.study.workers[0]), "none") for m, n in taken]
+        if any(tuple(case.items()) not in self._known for case in cases):
+            asked = taken, POWERSGD_COMM.rank, 3 if self.options.quick else 20
+            preload = [beside_torchs_hook.__module__]
+            of_worker = on_ranks(self.study.workers[0], beside_torchs_hook, *asked, preload=preload)[0]
+            for case, of in zip(cases, of_worker, strict=True):
+                sent = {"ours": Number(of.ours / 1e6, "MB/step"), "theirs": Number(of.theirs / 1e6, "MB/step")}
+                numbers = {"difference": Number(of.difference, ""), "lost": Number(of.lost, "")} | sent
+                row = self._known[tuple(case.items())] = Row(case, numbers)
+                self.options.kept(row)
+        found = [self._known[tuple(case.items())] for case in cases]
         self.rows += found
         return found
 
@@ -297,16 +334,30 @@ def steps_to(curve: dict[int, float], bits: float) -> float:
     raise ValueError(f"the curve ends above {bits} bits")
 
 
-def measure(options: Options) -> Measured:
+PARTS = "losses", "times"
+
+
+def measure(options: Options) -> Measured | None:
+    if options.part not in ("", *PARTS):
+        raise UserError(f"--part {options.part}: slow_links has the parts {' and '.join(PARTS)}")
     study = study_of(options)
     runs, tried = Runs(study, options), forms(study.workers)
-    learners = list(dict.fromkeys(form.curve for form in tried))
+    learnt = list(dict.fromkeys(form.curve for form in tried))
+    learners = [(form, seed) for seed in study.seeds for form in learnt if seed in study.seeds[: form.seeds]]
     pairs = [(form, link) for link in study.links for form in tried]
-    times = dict(zip(pairs, runs.of([timed(study, form, link) for form, link in pairs]), strict=True))
-    said = estimate(study, runs.corpus, learners, {form: times[form, "none"].numbers["step"].value for form in tried})
-    print(said, flush=True)
-    curves = runs.of([learned(study, form, seed) for seed in study.seeds for form in learners])
-    means = {form: mean_curve(curves[place :: len(learners)]) for place, form in enumerate(learners)}
+    times, said = dict[tuple[Form, str], Row](), ""
+    if options.part != "losses":
+        times |= zip(pairs, runs.of([timed(study, form, link) for form, link in pairs]), strict=True)
+        steps = {form: times[form, "none"].numbers["step"].value for form in tried}
+        said = estimate(study, runs.corpus, [form for form, _ in learners], steps)
+        print(said, flush=True)
+    if options.part == "times":
+        return None
+    besides = runs.beside_torch()
+    curves = runs.of([learned(study, form, seed) for form, seed in learners])
+    if options.part == "losses":
+        return None
+    means = {form: mean_curve([row for (one, _), row in zip(learners, curves) if one == form]) for form in learnt}
     reached = max(min(curve.values()) for curve in means.values())
     totals = []
     for (form, link), row in times.items():
@@ -315,17 +366,22 @@ def measure(options: Options) -> Measured:
         totals.append(Row(_case("time to the loss", form, link), numbers))
         options.kept(totals[-1])
     last = {form: curve[max(curve)] for form, curve in means.items()}
-    found = targets(study, {form: times[form, "none"].numbers["reduced"].value for form in tried}, last)
+    reduced = {form: times[form, "none"].numbers["reduced"].value for form in tried}
+    differs = max(row.numbers["difference"].value for row in besides)
+    found = [
+        *targets(study, reduced, last),
+        Target("1e-6 / the largest difference of PowerSGD's sums from those of torch's hook", 1.0, 1e-6 / differs),
+    ]
     return Measured((*runs.rows, *totals), tuple(found), notes(study, reached, said))
 
 
 def estimate(study: Study, corpus: Corpus, learners: Sequence[Form], step_s: dict[Form, float]) -> str:
-    """How long the curves will take here, where a forward is a third of a step."""
+    """How long the curves will take here, where a forward is a third of a step.  learners: one a curve"""
     assert corpus.heldout is not None
     batches = evaluation_batches(study.config.model, study.config.data, corpus.heldout, corpus.tokenizer)
     steps = study.steps + study.steps // study.every * batches.num_batches / 3
-    minutes = len(study.seeds) * steps * sum(step_s[form] for form in learners) / 60
-    return f"{len(study.seeds) * len(learners)} curves of {study.steps} steps: about {minutes:.0f} minutes"
+    minutes = steps * sum(step_s[form] for form in learners) / 60
+    return f"{len(learners)} curves of {study.steps} steps: about {minutes:.0f} minutes"
 
 
 def targets(study: Study, reduced: dict[Form, float], last: dict[Form, float]) -> Iterator[Target]:
@@ -355,6 +411,11 @@ def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
         f"every form reaches in {steps} steps of {rows} rows, which it has from all workers together.",
         "A rank sleeps while its message is on the link: nothing is computed meanwhile, so what a form could hide "
         "behind its computation is not seen. Links have no latency. Bytes are those of ring algorithms, of one rank.",
+        f"Curves of {ZERO3} and {POWERSGD} are of one worker that has all rows, whose rounding of sums is another. "
+        f"That of {TWO_BW} is of one seed.",
+        f"{BESIDE}: of two workers whose gradients have as much noise of their own as they have in common, of twenty "
+        "steps in fp64. difference: of the sums, relative; lost: of the sum, what the step with the least did not "
+        "send.",
         f"{ALL_REDUCE} is ZeRO 0, and learns as {ZERO3} does. {DILOCO}: Muon inside, rounds of {ROUND} steps, 2 bits "
         "in both directions, error feedback. PowerSGD: rank 4 at ZeRO 0.",
         f"{ZERO_PP}: int8 weights, int4 gradients, a second copy on each worker, a node of its own. On more workers it "
@@ -412,8 +473,9 @@ MEASURES = (
     "apps/llm/recipes.py",
     "benchmarks/ranks.py",
     "benchmarks/slow_links.py",
+    "benchmarks/slow_links_peers.py",
 )
-BENCHMARK = Benchmark("slow_links", "Training over slow links", measure, MEASURES, plot, resumes=True)
+BENCHMARK = Benchmark("slow_links", "Training over slow links", measure, MEASURES, plot, ("--part",), resumes=True)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="slow_links"), sys.argv[1:]))

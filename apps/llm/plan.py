@@ -67,7 +67,7 @@ WITHOUT_EFFECT = (
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
     *("pipeline.clip", "pipeline.correction_strength", "pipeline.correction_steps"),
-    *("comm.start", "comm.report_every"),
+    *("comm.start", "comm.settled", "comm.report_every"),
     *("elastic.store", "elastic.min", "elastic.max", "elastic.buddy_every", "elastic.lost_after"),
     *("local.start", "local.outer_lr", "local.nesterov", "local.overlap", "local.mix"),
 )

@@ -49,7 +49,7 @@ from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
 from core.kernels.cross_entropy import cut
 from core.layout import largest_share
 from core.parallel.coded_shards import code_of
-from core.parallel.compress import FewBits
+from core.parallel.compress import IN_SIGNS, FewBits
 from core.parallel.correction import CORRECTIONS, CorrectionSpec
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.encoded import coded_bytes
@@ -240,7 +240,10 @@ def _rank_memory(
     parts, stage = own + _copies(model, run, stages, rank), stages.own(rank)[0]
     of_gradients = _gradient_bytes if run.comm.compress is None else _compressed_gradient_bytes
     state, grads = _state_bytes(parts, run, stage), of_gradients(model, parts, run, _goes_on(run, stages, rank))
-    errors, exchanged = (run.wide_bytes * n for n in model.compressed(run)[:2])
+    compressed = model.compressed(run)
+    errors, exchanged = compressed.kept_bytes, run.wide_bytes * compressed.updated
+    if run.comm.compress in IN_SIGNS:  # the new momenta, whole, and errors
+        exchanged = compressed.kept_bytes - compressed.whole
     head = _head_bytes(model, run, has_head=rank in stages.last_ranks)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
@@ -415,6 +418,8 @@ def _state_bytes(parts: list[Part], run: RunShape, stage: int) -> _State:
     with_gradient = whole if run.zero < 2 or run.holds_whole_gradients else sharded
     updated = sharded if run.zero else whole
     state += outer_bytes(updated, run)
+    if run.comm.compress == "one_bit" and run.optimizer.name == "lamb":  # the second moment that goes on
+        state += wide * updated
     if run.zero == 3:
         return _State(wide * sharded, wide * with_gradient, state, wide * sharded + state)
     master, reduced = (wide, wide) if width < wide else (0, 0)

@@ -28,7 +28,7 @@ from core.nn.mlp import is_gated
 from core.optim.build import OptimConfig
 from core.optim.roles import role_of
 from core.optim.size import beside_bytes, state_bytes
-from core.parallel.compress import CommConfig, takes, wire_bytes
+from core.parallel.compress import COMPRESSIONS, CommConfig, takes, wire_bytes
 from core.parallel.local import WORKERS
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.recompute import SEGMENTED, STORED, RecomputeMode
@@ -86,11 +86,13 @@ class Compressed(NamedTuple):
 
     whole       elements that it computes
     updated     of these, those that its optimizer gets
+    kept_bytes  that stay from step to step
     wire_bytes  that it sends over its link in their place, by rings
     """
 
     whole: int = 0
     updated: int = 0
+    kept_bytes: int = 0
     wire_bytes: float = 0.0
 
 
@@ -258,12 +260,15 @@ class ModelShape:
     def compressed(self, run: RunShape) -> Compressed:
         """Of a run without a pipeline, which compresses nothing."""
         found = Compressed()
-        for weight in self.weights if run.comm.compress is not None else ():
-            if takes(weight.shape, run.comm):
+        for weight in self.weights:
+            if run.comm.compress is not None and takes(weight.shape, run.comm):
                 row = self._row(weight, run)
                 whole, updated = (math.prod(layout.largest_shape()) for layout in (row.layout, row.master))
                 sent = wire_bytes(row.layout, run.comm, run.num_gradient_ranks, run.wide_bytes)
-                found = Compressed(found.whole + whole, found.updated + updated, found.wire_bytes + sent)
+                kept = COMPRESSIONS[run.comm.compress].kept(whole, run.num_gradient_ranks, run.wide_bytes)
+                found = Compressed(
+                    found.whole + whole, found.updated + updated, found.kept_bytes + kept, found.wire_bytes + sent
+                )
         return found
 
     def _row(self, weight: Weight, run: RunShape) -> Placed:

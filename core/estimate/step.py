@@ -21,7 +21,7 @@ import gc
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +43,7 @@ from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
 from core.optim.spec import spec_of
 from core.parallel.correction import CORRECTIONS
+from core.parallel.one_bit import InSigns
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, PipelineConfig
@@ -299,6 +300,9 @@ class _Step:
                 optimizer = build_optimizer(self.options, spread.masters)
                 if any(cut.growths for cut in cuts) and isinstance(optimizer, WholeMatrixOptimizer):
                     raise NotAlike("whole matrices are dealt out by their cost")
+                if isinstance(spread.compression, InSigns):  # a step behind those that are sent whole
+                    spread.compression.settle()
+                    spread.compression.attach(NoMoments(optimizer))
                 make_state(account, spread, optimizer)
                 for cut in cuts:
                     account.watch(spread.model, cut.name)
@@ -407,6 +411,29 @@ def traced(mesh: DeviceMesh, speed: Speed) -> Iterator["StepAccount"]:
         yield account
 
 
+class NoMoments:
+    """`core.parallel.one_bit.Moments` whose state nobody reads: tensors without memory have no values."""
+
+    beta1, beta2 = 0.9, 0.999
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+    def momentum(self, name: str) -> None:
+        return None
+
+    variance = moves = momentum
+
+    def step(self, in_signs: bool) -> None:
+        self.optimizer.step()
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def restore(self, counts: Mapping[str, int]) -> None:
+        pass
+
+
 def make_state(account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer make its state, as its first step does."""
     for master in spread.masters.values():
@@ -420,7 +447,8 @@ def make_state(account: "StepAccount", spread: ParallelModel, optimizer: torch.o
 def update(account: "StepAccount", spread: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
     """The step's end, behind its reductions."""
     account.mark(Label("norm"))
-    gradient_norm(spread.masters.values(), spread.mesh)
+    if spread.compression is None or spread.compression.norm is None:
+        gradient_norm(spread.masters.values(), spread.mesh)
     scale_gradients(spread.masters.values(), 0.5)
     account.mark(Label("update"))
     account.updating = True

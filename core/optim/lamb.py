@@ -22,6 +22,10 @@ from core.optim.pieces import pieces
 from core.optim.sharded import Batch, Held, Reduction, ShardedOptimizer
 from core.optim.spec import OptimConfig, OptimizerSpec, check_moments, check_options, decay_groups, own_values
 
+OF_RATIO = ("ratio", "factor")
+OF_BEFORE = 0.9
+"""What an average of ratios keeps of itself (Li et al. 2021, arXiv:2104.06069, algorithm 1)."""
+
 
 class Lamb(ShardedOptimizer):
     """LAMB for plain tensors, DTensors and local tensors with a layout.
@@ -29,6 +33,8 @@ class Lamb(ShardedOptimizer):
     adapt            scale by the trust ratio; give False in the group of norms and biases, as the authors' code does
     max_norm         bound of phi; None: none
     bias_correction  divide m and v by what their averages lack in the first steps
+    tracks           keep what steps need whose momenta are sent in signs (`core.optim.frozen`): the average of the
+                     ratio, its correction, and a second moment that goes on where v stays
 
     Raises UserError for values out of range.
     """
@@ -36,17 +42,24 @@ class Lamb(ShardedOptimizer):
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
         weight_decay: float = 0.01, *, adapt: bool = True, max_norm: float | None = None,
-        bias_correction: bool = True, maximize: bool = False,
+        bias_correction: bool = True, maximize: bool = False, tracks: bool = False,
     ):  # fmt: skip
         _check(lr, betas, eps, weight_decay, max_norm)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt, "max_norm": max_norm,
-            "bias_correction": bias_correction, "maximize": maximize,
+            "bias_correction": bias_correction, "maximize": maximize, "tracks": tracks,
         }  # fmt: skip
         super().__init__(params, defaults)
 
     def _new_state(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        return {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
+        found = {"exp_avg": self._zeros(parameter), "exp_avg_sq": self._zeros(parameter)}
+        if options["tracks"]:
+            found |= {key: self._zeros(parameter, collapsed=self._collapsed(parameter, key)) + 1 for key in OF_RATIO}
+            found["fresh_sq"] = self._zeros(parameter)
+        return found
+
+    def _collapsed(self, parameter: Tensor, key: str) -> tuple[int, ...]:
+        return tuple(range(parameter.ndim)) if key in OF_RATIO else ()
 
     def _update(self, batches: list[Batch]) -> None:
         norms = [_average_and_measure(batch) for batch in batches]
@@ -54,7 +67,9 @@ class Lamb(ShardedOptimizer):
             (row, h.place.over()) for batch, squares in zip(batches, norms) for row, h in zip(squares, batch.held)
         ).wait()
         for batch, squares in zip(batches, norms):
-            _apply(batch, squares)
+            ratios = _apply(batch, squares)
+            if batch.options["tracks"]:
+                _track(batch, ratios)
 
 
 def _average_and_measure(batch: Batch) -> Tensor:
@@ -75,8 +90,8 @@ def _average_and_measure(batch: Batch) -> Tensor:
     return squares
 
 
-def _apply(batch: Batch, squares: Tensor) -> None:
-    """p <- p - lr ratio u, from complete sums of squares."""
+def _apply(batch: Batch, squares: Tensor) -> Tensor:
+    """p <- p - lr ratio u, from complete sums of squares.  Returns the ratios."""
     ratios = torch.ones(len(batch.held), dtype=batch.wide, device=batch.device)
     if batch.options["adapt"]:
         of_p, of_u = squares.sqrt().unbind(1)
@@ -87,6 +102,15 @@ def _apply(batch: Batch, squares: Tensor) -> None:
         directions = _directions(batch, values, ms, vs)
         torch._foreach_mul_(directions, [steps[index] for index in indices])
         torch._foreach_add_(values, directions)
+    return ratios
+
+
+def _track(batch: Batch, ratios: Tensor) -> None:
+    for h, ratio in zip(batch.held, ratios):
+        average = h.own("ratio")
+        average.copy_(ratio if batch.step == 1 else OF_BEFORE * average + (1 - OF_BEFORE) * ratio)
+        h.own("factor").fill_(1.0)
+        h.own("fresh_sq").copy_(h.own("exp_avg_sq"))
 
 
 def _directions(batch: Batch, values: list[Tensor], ms: list[Tensor], vs: list[Tensor]) -> list[Tensor]:

@@ -18,12 +18,15 @@ from core.config import UserError
 from core.layout import Layout
 from core.mesh import EXPERT_AXIS, AnyMesh, MeshConfig, axis_size, gradient_axes, pipeline_ranks
 from core.parallel.feedback import Feedback
+from core.parallel.one_bit import OneBit, ZeroOne, served
 from core.parallel.powersgd import Matrices, PowerSGD, stack_dims
 from core.parallel.sparse import PLACE_BYTES, RandomK, TopK, num_kept
 from core.placement.messages import Sent
 from core.placement.table import Table
 
-CompressionName = Literal["powersgd", "top_k", "random_k"]
+CompressionName = Literal["powersgd", "top_k", "random_k", "one_bit", "zero_one"]
+IN_SIGNS = ("one_bit", "zero_one")
+"""Of momenta, not gradients."""
 FewBits = Literal["int8", "int4"]
 
 Message = tuple[str, str, int]
@@ -36,13 +39,18 @@ class CommConfig:
 
     compress: CompressionName | None = None
     """compress gradients of matrices, with error feedback: powersgd sends each as a product of two thin ones, top_k its
-    largest elements, random_k as many drawn at random; by default they are sent whole"""
+    largest elements, random_k as many drawn at random; one_bit and zero_one, with adam, adamw and one_bit also with
+    lamb, the signs of all momenta (1-bit Adam, 0/1 Adam, 1-bit LAMB); by default they are sent whole"""
     rank: int = 4
     """columns of powersgd's thin ones: a matrix of M x N is sent in rank (M + N) elements"""
     density: float = 0.01
     """share of the elements that top_k and random_k send"""
     start: int = 0
-    """steps whose gradients are sent whole before the first that is compressed"""
+    """steps whose gradients are sent whole before the first that is compressed; of zero_one also of as many a twice as
+    long interval each"""
+    settled: float | None = None
+    """of one_bit: behind the start gradients are sent whole until the sum of second moments is this share of what it
+    was 1 / (1 - beta2) steps before, or the other way round (1-bit Adam's authors take 0.96); by default no longer"""
     report_every: int = 0
     """steps between figures of what compression loses, each of which sends gradients whole, twice; 0: none"""
     weights: FewBits | None = None
@@ -66,6 +74,14 @@ class CommConfig:
         for name in ("start", "report_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"comm.{name}={getattr(self, name)}; give a number of steps, or 0")
+        if self.settled is not None and not 0 < self.settled < 1:
+            raise UserError(f"comm.settled={self.settled}; give a share above 0 and below 1, such as 0.96")
+        if self.compress in IN_SIGNS and self.start < 1 and (self.settled is None or self.compress == "zero_one"):
+            raise UserError(
+                f"comm.compress={self.compress} with comm.start={self.start}: second moments are learned in the steps "
+                "that are sent whole; give --comm.start some"
+                + (" such as a tenth of all, or --comm.settled 0.96" if self.compress == "one_bit" else ", such as 16")
+            )
         if self.node < 1:
             raise UserError(f"comm.node={self.node}; give the number of a node's ranks, at least 1")
         if self.compress is not None and self.gradients is not None:
@@ -102,13 +118,18 @@ class CommConfig:
         found: dict[str, str] = {}
         if self.compress is None:
             why = "without comm.compress: gradients are sent whole; give --comm.compress powersgd"
-            found |= dict.fromkeys(("rank", "density", "start"), why)
+            found |= dict.fromkeys(("rank", "density", "start", "settled"), why)
             if self.weights is None and self.gradients is None:
                 found["report_every"] = why
         elif self.compress == "powersgd":
             found |= {"density": "with comm.compress=powersgd, whose size --comm.rank says; leave it out"}
+        elif self.compress in IN_SIGNS:
+            why = f"with comm.compress={self.compress}, which sends a bit of each element; leave it out"
+            found |= dict.fromkeys(("rank", "density", "report_every"), why)
         else:
             found |= {"rank": f"with comm.compress={self.compress}, whose size --comm.density says; leave it out"}
+        if self.compress not in (None, "one_bit"):
+            found["settled"] = f"with comm.compress={self.compress}, which does not wait for that; leave it out"
         if self.gradients is None and not self.secondary:
             found["node"] = "without comm.gradients or comm.secondary; give --comm.gradients int4, or leave it out"
         return found
@@ -155,13 +176,15 @@ class CompressionSpec:
     """takes     (full shape, config): whether a parameter of that shape is compressed
     messages  (layout, config, data-parallel ranks, bytes of an element) -> what a rank sends of it
     makes     what acts
-    option    the one that is its own
+    option    the one that a checkpoint must agree in
+    kept      (elements of this part, data-parallel ranks, bytes of an element) -> bytes that stay from step to step
     """
 
     takes: Callable[[tuple[int, ...], CommConfig], bool]
     messages: Callable[[Layout, CommConfig, int, int], Iterator[Message]]
     makes: type[Feedback]
     option: str
+    kept: Callable[[int, int, int], int] = lambda elements, ranks, wide: wide * elements
 
 
 def _powersgd_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) -> Iterator[Message]:
@@ -182,8 +205,23 @@ def _random_k_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) 
     yield "all_reduce", "", wide * _kept(layout, comm)
 
 
+def _signed_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) -> Iterator[Message]:
+    num_bytes = ranks * served(layout.local_shape(), ranks)
+    yield "all_to_all", "", num_bytes
+    yield "all_gather", "", num_bytes + 2 * ranks * wide
+
+
+def _signs_kept(elements: int, ranks: int, wide: int) -> int:
+    """Errors, momenta, which elements move, and the errors of the rows that are served."""
+    return (2 * wide + 1) * elements + wide * -(-elements // ranks)
+
+
 def _is_matrix(shape: tuple[int, ...], comm: CommConfig) -> bool:
     return len(shape) > 1 and math.prod(shape) > 1
+
+
+def _has_elements(shape: tuple[int, ...], comm: CommConfig) -> bool:
+    return math.prod(shape) > 0
 
 
 COMPRESSIONS: dict[CompressionName, CompressionSpec] = {
@@ -192,6 +230,8 @@ COMPRESSIONS: dict[CompressionName, CompressionSpec] = {
     ),
     "top_k": CompressionSpec(_is_matrix, _top_k_messages, TopK, "density"),
     "random_k": CompressionSpec(_is_matrix, _random_k_messages, RandomK, "density"),
+    "one_bit": CompressionSpec(_has_elements, _signed_messages, OneBit, "settled", _signs_kept),
+    "zero_one": CompressionSpec(_has_elements, _signed_messages, ZeroOne, "start", _signs_kept),
 }
 
 

@@ -131,9 +131,10 @@ class DataParallel(ParallelModel):
         return names
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.compression is not None:
-            self.compression.commit()
-        super().update(optimizer)
+        if self.compression is None:
+            super().update(optimizer)
+        else:
+            self.compression.update(optimizer)
 
     def skip(self) -> None:
         super().skip()

@@ -43,6 +43,10 @@ class Feedback(ABC):
     """
 
     name: ClassVar[str]
+    clip_norm: float | None = None
+    """for those that clip each rank's gradients"""
+    norm: Tensor | None = None
+    """of a step whose gradients were clipped here: that by which they were, times their scale"""
 
     def __init__(
         self,
@@ -105,12 +109,25 @@ class Feedback(ABC):
     def commit(self) -> None:
         """Take over what the step has left: its update is made."""
         self.errors |= self._pending
-        self._pending = {}
+        self._pending, self.norm = {}, None
         self.steps += 1
 
     def discard(self) -> None:
         """Leave all as it was before the step: it is skipped."""
-        self._pending, self._report = {}, None
+        self._pending, self._report, self.norm = {}, None, None
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """`commit`, and the optimizer's step."""
+        self.commit()
+        optimizer.step()
+
+    def settle(self) -> None:
+        """Be as in a step behind the first ones, for estimates of such steps."""
+        self.start = 0
+
+    def held(self) -> list[Tensor]:
+        """What stays from step to step and is as large as gradients."""
+        return [*self.errors.values()]
 
     def row(self) -> dict[str, float]:
         """Figures of the step that was reported, else none.

@@ -10,9 +10,11 @@ from core.compose import ParallelConfig
 from core.config import UserError, require_device
 from core.members import parse_address
 from core.mesh import MeshConfig
+from core.optim.adam import AdamConfig
 from core.optim.build import OptimConfig
 from core.optim.sgd import SgdConfig
 from core.optim.spec import spec_of
+from core.parallel.compress import IN_SIGNS
 from core.parallel.correction import CORRECTIONS
 from core.parallel.local import LocalTrainingConfig, check_local
 from core.parallel.pipeline.schedule import SCHEDULES
@@ -228,6 +230,23 @@ class TrainConfig(ParallelConfig):
                 f"{given} with optim.name=hessian_free: it solves with products of which it needs the sums themselves; "
                 f"use another --optim.name, or no --{given.split('=')[0]}"
             )
+        if self.comm.compress in IN_SIGNS:
+            self._check_in_signs()
+
+    def _check_in_signs(self) -> None:
+        """Raises UserError for optimizers that have no momentum to send, or of which it is not all that they take."""
+        optim, given = self.optim, f"comm.compress={self.comm.compress}"
+        if self.zero == 3:
+            raise UserError(f"{given} with zero=3: no rank has all momenta then; use --zero 0, 1 or 2")
+        known = ("adam", "adamw", "lamb") if self.comm.compress == "one_bit" else ("adam", "adamw")
+        if optim.name not in known:
+            raise UserError(
+                f"{given} with optim.name={optim.name}: it sends the momenta of {', '.join(known)}; use one of these, "
+                "or --comm.compress powersgd"
+            )
+        if isinstance(optim, AdamConfig) and (optim.amsgrad or optim.weight_decay):
+            name = "amsgrad" if optim.amsgrad else "weight_decay"
+            raise UserError(f"{given} with optim.{name}={getattr(optim, name)} of adam; use --optim.name adamw")
 
     def _check_workers(self, rounds: LocalTrainingConfig) -> None:
         """Raises UserError where it is not said what a worker is, and for what is of all ranks' rows in each step."""

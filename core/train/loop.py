@@ -301,6 +301,8 @@ def train_step(
             parallel.coded.begin_step(step)
         if parallel.updates_as_final:
             _set_rates(state, rates)
+        if parallel.compression is not None:
+            parallel.compression.clip_norm = config.optim.clip_norm
         mean = parallel.run(microbatches, share_of_loss, scale)
         parallel.reduce()
         if parallel.local is not None:
@@ -308,7 +310,9 @@ def train_step(
         if state.elastic is not None and parallel.local is None:
             mean = state.elastic.exchange(whole, mean)
         squares = None if state.noise is None else state.noise.take(sizes, axis.size())
-        whole = gradient_norm(parallel.masters.values(), parallel.mesh)
+        whole = None if parallel.compression is None else parallel.compression.norm
+        if whole is None:
+            whole = gradient_norm(parallel.masters.values(), parallel.mesh)
         read = state.read_step(mean, whole, stop_requested(), squares)
     else:
         for index, one in list(enumerate([batch, *following]))[len(state.begun) : ahead.depth + 1]:
@@ -401,7 +405,9 @@ def _rates(state: TrainState, batch: dict[str, Tensor], config: TrainConfig, ste
 
 def _update(state: TrainState, config: TrainConfig, rates: list[float], norm: float, scale: float) -> None:
     """Clip the gradients by that norm of theirs, both without the loss scale, and update the masters."""
-    clip = config.optim.clip_norm
+    clip, compression = config.optim.clip_norm, state.parallel.compression
+    if compression is not None and compression.norm is not None:
+        clip = None  # they were
     factor = min(1.0, clip / norm) if clip is not None and norm > 0 else 1.0
     scale_gradients(state.parallel.masters.values(), factor / scale)
     _set_rates(state, rates)

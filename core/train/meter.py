@@ -54,7 +54,7 @@ class Meter:
                     self.account.add(self.parallel.model.parameters())
                     self.account.add(self.parallel.masters.values())
                     if self.parallel.compression is not None:
-                        self.account.add(self.parallel.compression.errors.values())
+                        self.account.add(self.parallel.compression.held())
                     held = [
                         v for s in list(state.optimizer.state.values()) for v in s.values() if isinstance(v, Tensor)
                     ]

@@ -18,8 +18,10 @@ from core.mesh import GRID_AXES, axis_size, data_axis, group_of_ranks, stage_axi
 from core.nn.moe import MoE, take_load
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_squares
+from core.optim.frozen import frozen
 from core.optim.sharded import make_state, restore_state, state_tensors
 from core.parallel.correction import CORRECTIONS
+from core.parallel.one_bit import InSigns
 from core.parallel.parallel_model import ParallelModel, Work
 from core.parallel.pipeline.schedule import SCHEDULES, ScheduleName
 from core.precision import LossScale
@@ -82,6 +84,8 @@ class TrainState:
         self.norms: dict[int, float] = {}  # of gradients of the latest steps, for a pipeline whose stages clip by them
         self.elastic: Elastic | None = None
         self._skipped_in_a_row = 0
+        if isinstance(parallel.compression, InSigns):
+            parallel.compression.attach(frozen(optimizer, parallel.masters))
         if parallel.ahead is not None:
             loss_scale.remembers = parallel.ahead.depth
 

@@ -30,6 +30,7 @@ DROPOUT = "tests/parity/test_dropout.py::test_dropout_is_that_of_one_rank"
 RESUME = "tests/parity/test_resume.py"
 OPTIMIZERS = "tests/parity/test_optimizers.py"
 MATRICES = "tests/unit/test_matrices.py"
+SIGNS = "tests/parity/test_one_bit.py"
 PLACES = "tests/unit/test_infer_context.py"
 REFUSED_BLOCKS = f"{PLACES}::test_blocks_that_are_not_sure_are_refused_with_the_reason"
 FUSED = "tests/parity/test_inferred.py::test_several_matrices_in_one_go_on_on_another_mesh"
@@ -568,5 +569,33 @@ MUTATIONS = [
         "return copy_to(grad, ctx.axis) if _graph_goes_on() else grad, None",
         "return grad, None",
         f"{KFAC}::test_hessian_free_on_two_ranks_is_that_on_one[tp]",
+    ),
+    mutation(
+        "a slow link carries bytes for bits",
+        "core/comm/volume.py",
+        "time.sleep(8 * wire_share(",
+        "time.sleep(wire_share(",
+        "tests/unit/test_volume.py::test_a_slow_link_takes_its_wire_bytes_over_its_rate",
+    ),
+    mutation(
+        "what a rank has not sent in signs is forgotten",
+        "core/parallel/one_bit.py",
+        "c.sub_(_signed(sign, mean)).mul_(self.moves[name])",
+        "c.zero_()",
+        f"{SIGNS}::test_ranks_are_a_simulation_of_them_to_the_bit[2-dtype0]",
+    ),
+    mutation(
+        "elements without a second moment are sent as signs",
+        "core/optim/frozen.py",
+        'found.sqrt() > self.groups[id(self.masters[name])]["eps"]',
+        "found.sqrt() >= 0",
+        f"{SIGNS}::test_ranks_are_a_simulation_of_them_to_the_bit[2-dtype0]",
+    ),
+    mutation(
+        "momenta in signs are clipped once more, by their own norm",
+        "core/train/loop.py",
+        "clip = None  # they were",
+        "pass",
+        f"{SIGNS}::test_a_gradient_is_clipped_by_the_norms_of_all_ranks",
     ),
 ]

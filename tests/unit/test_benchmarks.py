@@ -93,6 +93,19 @@ def test_forms_on_slow_links_are_trained_once_where_workers_do_not_matter() -> N
     forms = slow_links.forms((2, 4))
     trained = [(form.name, form.workers) for form in dict.fromkeys(form.curve for form in forms)]
     assert trained == [("ZeRO-3", 2), ("ZeRO++", 2), ("PowerSGD", 2), ("DiLoCo", 2), ("DiLoCo", 4), ("2bw", 2)]
+    assert [form.learners for form in dict.fromkeys(form.curve for form in forms)] == [1, 2, 1, 2, 4, 2]
+
+
+def test_a_part_is_kept_for_the_run_that_does_the_rest(tmp_path: Path) -> None:
+    """A part that a benchmark does not have is refused, and one that it has writes no result."""
+    options = runner.Options(part="bytes")
+    with pytest.raises(UserError, match="--part bytes: slow_links has the parts losses and times"):
+        slow_links.measure(options)
+    with pytest.raises(UserError, match=r"--part: msa does not read it; .*benchmarks\.slow_links"):
+        runner.main(["--part", "losses", "slow_links", "msa"])  # the first of the two does
+    toy = replace(slow_links.BENCHMARK, name="toy", measure=lambda options: options.kept(ROW))
+    runner.run(toy, runner.Options(part="losses"), tmp_path, "a command")
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.partial.jsonl"]
 
 
 def test_what_is_not_a_result_is_not_written(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from apps.llm.__main__ import APP
+from core.comm.volume import wire_share
 from core.compose import ParallelConfig, parallelize
 from core.config import UserError
 from core.gemini.config import GeminiConfig
-from core.mesh import MeshConfig, build_mesh
+from core.mesh import MeshConfig, build_mesh, gradient_axes, mesh_shape
+from core.optim.adam import AdamConfig
 from core.optim.build import OptimConfig
-from core.parallel.compress import CommConfig, compression_of
+from core.parallel.compress import CommConfig, compressed_bytes, compression_of
 from core.parallel.feedback import Feedback
 from core.parallel.local import LocalTrainingConfig
 from core.parallel.powersgd import NEGLIGIBLE, orthonormal, stack_dims
@@ -21,6 +23,7 @@ from core.runtime import start
 from core.train import TrainConfig
 
 POWERSGD = CommConfig("powersgd", rank=2)
+ONE_BIT = CommConfig("one_bit", start=9)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +115,11 @@ def test_rows_that_were_never_seen_stay_zero():
         ({"mesh": MeshConfig(ep=2)}, "with mesh.ep=2: experts"),
         ({"noise_scale": True}, "with noise_scale: no rank has"),
         ({"optim": OptimConfig("hessian_free")}, "with optim.name=hessian_free: it solves"),
+        ({"comm": ONE_BIT, "zero": 3}, "one_bit with zero=3: .* use --zero 0, 1 or 2"),
+        ({"comm": ONE_BIT, "optim": OptimConfig("muon")}, "with optim.name=muon: it sends the momenta of adam, adamw"),
+        ({"comm": CommConfig("zero_one", start=9), "optim": OptimConfig("lamb")}, "zero_one with optim.name=lamb"),
+        ({"comm": ONE_BIT, "optim": AdamConfig(amsgrad=True)}, "one_bit with optim.amsgrad=True of adam"),
+        ({"comm": ONE_BIT, "optim": AdamConfig(weight_decay=0.1)}, "one_bit with optim.weight_decay=0.1"),
         (
             {"comm": CommConfig("powersgd", rank=10**9)},
             "no parameter .* with comm.rank=1000000000; give a lower --comm.rank",
@@ -141,6 +149,9 @@ def test_a_model_of_vectors_is_refused():
         ({"report_every": -1}, "comm.report_every=-1"),
         ({"density": 0.0}, "comm.density=0.0; give a share above 0 and at most 1"),
         ({"density": 1.5}, "comm.density=1.5"),
+        ({"compress": "one_bit"}, "one_bit with comm.start=0: .* or --comm.settled 0.96"),
+        ({"compress": "zero_one", "settled": 0.9}, "zero_one with comm.start=0: .* such as 16"),
+        ({"settled": 1.0}, "comm.settled=1.0; give a share"),
     ],
 )
 def test_numbers_are_checked(options, said):
@@ -174,11 +185,34 @@ def test_a_sparse_step_sends_a_share_and_keeps_the_rest(name):
         *("--zero 0", "--mesh.tp 2 --nproc 4 --zero 2 --microbatch 2", "--comm.compress top_k --zero 1"),
         *(pytest.param(words, marks=pytest.mark.soak) for words in ("--zero 1", "--zero 2", "--zero 3")),
         pytest.param("--comm.compress random_k --zero 0", marks=pytest.mark.soak),
+        "--comm.compress one_bit --comm.start 3 --zero 1",
+        pytest.param(
+            "--comm.compress one_bit --comm.start 3 --zero 2 --nproc 4096 --data.global-batch 4096",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param("--comm.compress zero_one --comm.start 3 --zero 0 --mesh.tp 2 --nproc 4", marks=pytest.mark.soak),
     ],
 )
 def test_a_plan_is_what_a_rank_has_and_sends(words, capsys):
     """To the byte, but for the fullest moment."""
     assert APP.dispatch([*PLAN, "--gpu", "A100", "--check", *words.split()]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 4096])
+def test_signs_are_a_bit_of_each_element_there_and_back(ranks):
+    """2 (n - 1) / n d / 8 bytes over the link, where rows divide; of ragged ones the largest share of each rank."""
+    model = nn.Linear(1024, 12 * 4096, bias=False, device="meta")
+    mesh = mesh_shape(MeshConfig(dp_replicate=ranks).resolve(ranks))
+    axis = "+".join(gradient_axes(mesh))
+    sent = compressed_bytes(placement(model, None, mesh), ONE_BIT, mesh)
+    elements, means = 1024 * 12 * 4096, 2 * ranks * 4
+    assert dict(sent) == {("all_to_all", axis): elements // 8, ("all_gather", axis): elements // 8 + means}
+    wire = sum(n * wire_share(operation, ranks) for (operation, _), n in sent.items())
+    assert wire == pytest.approx(2 * (ranks - 1) / ranks * elements / 8 + means * (ranks - 1) / ranks)
+    ragged = nn.Linear(7, 13, device="meta")
+    rows = -(-13 // ranks)
+    sent = compressed_bytes(placement(ragged, None, mesh), ONE_BIT, mesh)
+    assert sent["all_to_all", axis] == ranks * (-(-7 * rows // 8) + -(-rows // 8))
 
 
 def test_a_plan_prices_the_link(capsys):
