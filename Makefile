@@ -17,12 +17,13 @@ install: .venv/.installed
 # Modules are compiled when they are imported, which most of them never are: it is half of what an install takes. A pip
 # of today looks through the registry's lists in half the time of the one that Python brings.
 # lm_eval comes without what it asks for: pytablewriter, which only its tables need, forbids our python-dateutil, and
-# its metrics of other tasks need scipy and scikit-learn. What its client needs is in the extra `dev`.
+# its metrics of other tasks need scipy and scikit-learn. colabfold, whose client of alignments is tested, asks for
+# older versions of biopython and pandas. What their clients need is in the extra `dev`.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[llm,diffusion,fold,relax,serve,dev]"
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --no-deps lm_eval
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt --no-deps lm_eval colabfold
 	touch $@
 
 check: lint

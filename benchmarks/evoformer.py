@@ -11,7 +11,8 @@ reference  the same block by torch's plain operators: attention with all its log
 OpenFold   its EvoformerBlock, by --peers-python, an interpreter that finds it (benchmarks/evoformer_peer.py):
                PYTHONPATH=CHECKOUT python -m benchmarks.evoformer --peers-python PYTHON
 
-All have the same weights. A contender whose outputs differ from ours is not timed.
+All have the same weights. A contender whose outputs differ from ours is not timed. Beside them stands what others
+printed of that block on an A100 (`PRINTED`).
 
 Memory on a CPU: the most bytes of tensors alive at once in a forward without gradients, weights and inputs among them,
 counted operator by operator. "ours, bounded" works in the slices of a plan that has 40 % of OpenFold's peak.
@@ -63,6 +64,14 @@ SHARE = 0.4
 """of OpenFold's peak, which ours is to stay within"""
 # Largest difference of an output, relative to its largest element: fp32 sums in another order, and bf16's 8 bits.
 AGREE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+# Milliseconds of a block of 128 x 256 on an A100, forward and backward (dptech-corp/Uni-Fold, pull request 10).
+PRINTED = {
+    "OpenFold": (17.198, 23.703),
+    "OpenFold, low memory": (20.906, 39.007),
+    "FastFold": (9.415, 20.247),
+    "Uni-Fold": (8.440, 18.472),
+}
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -195,12 +204,22 @@ def measure(options: Options) -> Measured:
                 rows.append(_row(contender, work, size, dtype, taken))
     if device.type == "cpu":
         rows += _operations((4, 16) if options.quick else SMALL, 1 if options.quick else 5)
+    rows += _printed()
     rows += [_memory(residues) for residues in ((64,) if options.quick else LENGTHS)]
     targets = () if options.quick else _targets(times, device)
     notes = [f"{count} block(s) in a row; seconds of one, the least of 5 (of 2 where a CPU is slow) after a first one."]
     if options.peers_python is None:
         notes.append("OpenFold is left out: --peers-python names an interpreter that finds it.")
     return Measured(tuple(rows), targets, tuple(notes))
+
+
+def _printed() -> list[Row]:
+    rows = []
+    for contender, (forward_ms, backward_ms) in PRINTED.items():
+        case: dict[str, str | int] = {"contender": f"{contender}, printed", "rows": ROWS, "residues": RESIDUES}
+        for work, block_ms in zip(WORK, (forward_ms, forward_ms + backward_ms)):
+            rows.append(Row(case | {"work": work, "format": "not stated"}, {"block": Number(block_ms, "ms")}))
+    return rows
 
 
 def _row(contender: str, work: str, size: tuple[int, int], dtype: torch.dtype, taken: float) -> Row:
@@ -430,6 +449,11 @@ def _targets(times: dict, device: torch.device) -> tuple[Target, ...]:
         for work, wanted_ms in (("forward", 2.5), ("forward and backward", 8.0)):
             taken = 1e3 * times[OURS, work, large, bf16]
             found.append(Target(f"{wanted_ms:g} ms / ours, {work}, 128 x 256, bf16", 1.0, wanted_ms / taken))
+        work = "forward and backward"
+        for contender in ("reference", OPENFOLD):
+            if (contender, work, large, bf16) in times:
+                ahead = times[contender, work, large, bf16] / times[OURS, work, large, bf16]
+                found.append(Target(f"{contender} / ours, {work}, 128 x 256, bf16", 1.0, ahead))
     return tuple(found)
 
 

@@ -558,7 +558,8 @@ class App:
     """`NAME COMMAND …`: what an app's commands are called, and how one is run.
 
     package   of the app; its last part is NAME
-    commands  name -> what it does; the command is `main` of the package's module of that name, imported only then
+    commands  name -> what it does; the command is `main` of the package's module of that name, with _ in the place of
+              -, imported only then
     usage     what stands behind COMMAND in the help
     bare      (module, line of the help) for arguments that begin with an option; without one they are refused
     """
@@ -591,7 +592,7 @@ class App:
                 f"the commands are {', '.join(self.commands)}{without}"
             )
         with importing():
-            main = import_module(f"{self.package}.{module}").main
+            main = import_module(f"{self.package}.{module.replace('-', '_')}").main
         return main(rest) or 0
 
     def _help(self) -> str:

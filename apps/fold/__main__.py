@@ -4,7 +4,7 @@ import sys
 
 from core.config import App
 
-WITHOUT_TORCH = ("msa",)
+WITHOUT_TORCH = ("msa", "msa-server")
 """Commands that are never one rank of several, and start in a moment because they import no torch."""
 
 APP = App(
@@ -13,6 +13,7 @@ APP = App(
         "predict": "structures with confidences for the sequences of a FASTA file",
         "plan": "whether a prediction fits, how it would be cut, how long a sequence may be",
         "msa": "alignments of sequences with databases, by jackhmmer, hhblits and MMseqs2",
+        "msa-server": "alignments for others, by ColabFold's protocol",
         "train": "the model, on structures with alignments",
         "relax": "a structure without clashes and with the bonds of proteins, by OpenMM",
         "evaluate": "a prediction against an experimental structure",

@@ -136,13 +136,13 @@ class ComplexIterations(Sequence[Features]):
 
 
 def find_complex(
-    record: Record, msa: Path | None, templates: Path | None, alone: bool, allowed: Allowed = ANY
+    record: Record, msa: Path | None, templates: Path | None, alone: bool, allowed: Allowed = ANY, own: bool = False
 ) -> ComplexTarget:
-    """The record with its files; see the module's docstring.
+    """The record with its files; see the module's docstring, and for `own` `find_target`.
 
     Raises UserError for files that do not fit the sequences.
     """
-    whole = [] if msa is None else files_of(msa, record, alone and msa.is_file(), (".a3m",), "--msa")
+    whole = [] if msa is None else files_of(msa, record, (alone or own) and msa.is_file(), (".a3m",), "--msa")
     colabfold = [path for path in whole if complex_lengths(_text(path)) is not None]
     if whole and not colabfold and msa == whole[0]:
         raise UserError(

@@ -8,6 +8,7 @@
 4. summary.csv, after each record
 """
 
+import contextlib
 import csv
 import io
 import sys
@@ -45,6 +46,7 @@ from apps.fold.output.report import AlignmentPicture, add_relaxed, write_report
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.relax import TIME_LIMIT, check_limit, chosen, relax_file, said
+from apps.fold.service.client import Service, read_key
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, FoldJob, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
@@ -78,7 +80,7 @@ Relaxations = Literal["none", "best", "all"]
 class PredictConfig:
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("input", "model", "msa", "templates", "out", "num_recycles", "seed", "num_seeds", "precision", "device"),
-        *("memory", "nproc", "relax", "overwrite"),
+        *("memory", "nproc", "relax", "overwrite", "msa_server"),
     )
 
     input: Path | None = None
@@ -90,6 +92,15 @@ class PredictConfig:
     """one folder a sequence, and summary.csv"""
     msa: Path | None = None
     """an A3M or Stockholm file, or a folder of NAME.a3m, NAME.sto or NAME/*; none: the sequence alone"""
+    msa_server: str | None = None
+    """address of a server of ColabFold's protocol, such as megalith fold msa-server, that alignments are asked of:
+    sequences are sent there"""
+    msa_server_key_file: Path | None = None
+    """file whose first line is the key that the server asks for"""
+    msa_server_wait_s: float = 7200.0
+    """longest time for the alignment of a record, that in the server's queue included"""
+    msa_server_folder: Path = Path("runs/searches")
+    """where alignments are kept that a server has sent; what is there is not asked for again"""
     templates: Path | None = None
     """an mmCIF or PDB file, or a folder of NAME.cif or NAME/*; where --msa holds NAME.hhr (megalith fold msa
     --hhsearch-databases), a folder of mmCIF files by the entries' names, for its hits"""
@@ -132,6 +143,10 @@ class PredictConfig:
     def __post_init__(self) -> None:
         Allowed(self.max_template_date)
         check_limit(self.relax_time_limit, "relax_time_limit")
+        if self.msa_server is not None and self.msa is not None:
+            raise UserError("--msa and --msa-server, of which either gives alignments; leave out one of the two")
+        if self.msa_server_wait_s <= 0:
+            raise UserError(f"msa_server_wait_s={self.msa_server_wait_s}; give a time in seconds")
         if self.memory is not None:
             size_in_bytes(self.memory, "memory", "GiB")
         for name in ("num_seeds", "nproc"):
@@ -147,6 +162,9 @@ class PredictConfig:
     def unread(self) -> dict[str, str]:
         """See `core.config.Unread`."""
         found = {} if self.templates else {"max_template_date": "without templates; give --templates FOLDER, too"}
+        if self.msa_server is None:
+            of_server = ("msa_server_key_file", "msa_server_wait_s", "msa_server_folder")
+            found |= dict.fromkeys(of_server, "without --msa-server; give it, too")
         return found | ({"relax_time_limit": "without --relax best or all"} if self.relax == "none" else {})
 
 
@@ -201,6 +219,7 @@ def main(argv: list[str]) -> int:
         if path.is_dir() and is_esmfold(path):
             raise UserError(f"{path} holds ESMFold, which one rank predicts; leave out --nproc, or torchrun")
     if config.nproc > 1 and not launched():
+        _ask_ahead(config)
         return launch(config.nproc, "apps.fold", ["predict", *argv])
     if world_size() == 1:
         _set_allocator(config)
@@ -210,6 +229,18 @@ def main(argv: list[str]) -> int:
         mesh = MeshConfig(tp=runtime.world_size)  # the axis that shards what one sequence computes
         code = _run(config, runtime.mesh(mesh)["tp"])
         return code if runtime.leads else 0  # a launcher ends all ranks when one fails, and the first one writes
+
+
+def _ask_ahead(config: PredictConfig) -> None:
+    """Ask a server before ranks begin, which wait for one another half an hour at most; they say what fails."""
+    if config.msa_server is None or config.input is None:
+        return
+    records, _ = read_fasta(config.input, proteins=config.proteins)
+    service = _server(config)
+    service.announce(records)
+    for record in records:
+        with contextlib.suppress(UserError, OSError):
+            service.alignment(record)
 
 
 def resolved(config: PredictConfig) -> PredictConfig:
@@ -246,11 +277,12 @@ def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
             print(f"error: {config.input}, {one}", file=sys.stderr)
     models = [_load(path, config, axis) for path in config.model] if records else []
     records = _as_one_complex(records, refused, models, config.input)
+    service = _service(config, models, records)
     config.out.mkdir(parents=True, exist_ok=True)
     with _progress() as progress:
         task = progress.add_task("folding", total=len(records))
         for record in sorted(records, key=lambda record: len(record.sequence)):
-            outcomes[record.number] = _attempt(record, models, config, progress, alone=len(records) == 1)
+            outcomes[record.number] = _attempt(record, models, config, progress, len(records) == 1, service)
             _write_summary(config.out / SUMMARY, outcomes)
             progress.advance(task)
     _write_summary(config.out / SUMMARY, outcomes)
@@ -274,15 +306,43 @@ def _load(path: Path, config: PredictConfig, axis: DeviceMesh | None) -> Model:
     return Model(path.stem, identify(path), model, module, read_note(path), axis)
 
 
-def _attempt(record: Record, models: list[Model], config: PredictConfig, progress: Progress, alone: bool) -> Outcome:
+def _server(config: PredictConfig) -> Service:
+    assert config.msa_server is not None
+    key = read_key(config.msa_server_key_file)
+    return Service(config.msa_server, key, config.msa_server_folder, config.msa_server_wait_s)
+
+
+def _service(config: PredictConfig, models: list[Model], records: list[Record]) -> Service | None:
+    """The server that alignments are asked of.  Raises UserError where no model reads any."""
+    if config.msa_server is None:
+        return None
+    if models and all(isinstance(model.config, ESMFoldConfig) for model in models):
+        raise UserError(
+            "--msa-server, and ESMFold reads the sequence alone; leave it out, or give a model of AlphaFold's"
+        )
+    service = _server(config)
+    if leads():
+        service.announce(records)
+    return service
+
+
+def _attempt(
+    record: Record,
+    models: list[Model],
+    config: PredictConfig,
+    progress: Progress,
+    alone: bool,
+    service: Service | None,
+) -> Outcome:
     """Fold one record; whatever is wrong with it becomes its outcome and a line."""
     try:
         allowed = Allowed(config.max_template_date)
         _check_models(record, models)
         if config.relax != "none":
             _check_relaxable(record)
+        msa = config.msa if service is None else _on_the_first(partial(service.alignment, record))
         find = find_complex if record.chains else find_target
-        target = find(record, config.msa, config.templates, alone, allowed)
+        target = find(record, msa, config.templates, alone, allowed, own=service is not None)
         return _fold(target, models, config, progress)
     except _OF_A_RECORD as error:
         reason = _reason(error)

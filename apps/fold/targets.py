@@ -12,13 +12,13 @@ from apps.fold.features.alignment import Alignment, check_query, merge, read_ali
 from apps.fold.features.hhr import check_hits, read_hhr
 from apps.fold.features.msa import Draw, draw, features_of, num_centres
 from apps.fold.features.sequences import Record
+from apps.fold.features.structures import structure_of
 from apps.fold.features.templates import (
     ANY,
     Allowed,
     Template,
     features_of_templates,
     read_templates,
-    structure_of,
     templates_of_hits,
 )
 from apps.fold.features.text import unpacked_name
@@ -112,6 +112,7 @@ def find_target(
     alone: bool,
     allowed: Allowed = ANY,
     takes: Callable[[Path], bool] = lambda path: True,
+    own: bool = False,
 ) -> Target:
     """The record with its files.
 
@@ -119,10 +120,11 @@ def find_target(
                     folder NAME of them), and NAME.cif or a folder NAME of structures. Where the first holds NAME.hhr,
                     the second is a folder of mmCIF files by the entries' names, for its hits
     takes           which alignments are taken
+    own             whether the first is a file of this record's, though there may be others
 
     Raises UserError for files that do not fit the sequence.
     """
-    alignments = [path for path in files_of(msa, record, alone, ALIGNMENTS, "--msa") if takes(path)]
+    alignments = [path for path in files_of(msa, record, alone or own, ALIGNMENTS, "--msa") if takes(path)]
     hits = files_of(msa, record, alone, HITS, "--msa") if msa is not None and msa.is_dir() else []
     read = [read_alignment(path) for path in alignments]
     for path, alignment in zip(alignments, read):

@@ -17,7 +17,7 @@ from apps.fold.model.network import trainable
 from apps.fold.training import plan
 from apps.fold.training.batches import FoldBatches
 from apps.fold.training.config import FoldTrainConfig, check_combination, model_config, plan_of
-from apps.fold.training.dataset import Dataset, beside, load, prepare, report_refused
+from apps.fold.training.dataset import Dataset, beside, clusters_of, load, prepare, report_refused
 from apps.fold.training.initialise import fill, initialise
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
@@ -60,6 +60,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             require_compiler(runtime.device)
         mesh = runtime.mesh(config.axial_mesh, config.zero)
         chains, heldout = _datasets(config, isinstance(model, MultimerConfig), runtime)
+        clusters = None if config.data.clusters is None else clusters_of(chains, config.data.clusters)
         run_folder.enter_context(open_run(config, runtime))
         with torch.device("meta"):
             network = trainable(model)
@@ -72,7 +73,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
         summary = fit(
             parallel,
             optimizer,
-            FoldBatches(chains, config.data, model, config.seed),
+            FoldBatches(chains, config.data, model, config.seed, clusters),
             Objective(config.loss, config.learns),
             config,
             runtime,

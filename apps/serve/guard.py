@@ -1,28 +1,20 @@
 """The guard before the application: the size of bodies, the key, the host and origin of calls. Plain ASGI.
 
-A web page from elsewhere can let its own name point to this machine (DNS rebinding) and then read answers as its own.
-Browsers tell the name as Host, so where no key is asked for, a name that is not this server's gets no answer.
-
 Bodies are read here, up to the limit and within a time, and handed on whole.
 """
 
-import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from apps.serve.api import ApiError
+from core.web.body import BODY_S, BodyTooLarge, Receive, is_framed_twice, whole_body
+from core.web.hosts import Hosts
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-_BODY_S = 30.0
-# A client reads the refusal only when it has sent its body, so up to so many times the limit are read and dropped.
-_PATIENCE = 16
 
 
 class Guard:
@@ -34,8 +26,7 @@ class Guard:
 
     def __init__(self, app: App, key: str | None, hosts: Sequence[str], max_body_bytes: int):
         self._app, self._key, self._max = app, key, max_body_bytes
-        self._hosts = {_plain(host) for host in hosts}
-        self._any_address = any(_is_unspecified(host) for host in self._hosts)
+        self._hosts = Hosts(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,13 +47,9 @@ class Guard:
     def _check_host(self, headers: dict[str, bytes]) -> None:
         if self._key is not None or "host" not in headers:  # browsers always send it
             return
-        host = _plain(headers["host"].decode("latin-1"))
-        address = _address(host)
-        if host in self._hosts or host == "localhost" or host.endswith(".localhost"):
+        name = self._hosts.refused(headers["host"])
+        if name is None:
             return
-        if address is not None and (address.is_loopback or self._any_address):
-            return
-        name = host if host.isascii() and host.isprintable() and len(host) < 256 else "this host"
         raise ApiError(
             403,
             f"this server does not answer for {name}; call it by its address, or start it with --allow-host NAME",
@@ -87,27 +74,16 @@ class Guard:
         kind = headers.get("content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":  # what a foreign web page may send without asking is not taken
             raise ApiError(415, "bodies are JSON: send them with 'Content-Type: application/json'")
-        body, size = bytearray(), 0
         try:
-            async with asyncio.timeout(_BODY_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        break
-                    piece = message.get("body", b"")
-                    size += len(piece)
-                    if size <= self._max:
-                        body += piece
-                    elif size > _PATIENCE * self._max:
-                        break
-                    if not message.get("more_body", False):
-                        break
+            body = await whole_body(receive, self._max)
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_S:.0f} s") from None
-        if size > self._max:
+            raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s") from None
+        except BodyTooLarge:
             close = {"Connection": "close"}
-            raise ApiError(413, f"the body is larger than {self._max} bytes", code="body_too_large", headers=close)
-        whole = {"type": "http.request", "body": bytes(body), "more_body": False}
+            raise ApiError(
+                413, f"the body is larger than {self._max} bytes", code="body_too_large", headers=close
+            ) from None
+        whole = {"type": "http.request", "body": body, "more_body": False}
         handed_on = False
 
         async def again() -> MutableMapping[str, Any]:
@@ -121,39 +97,13 @@ class Guard:
 
 
 def _check_framing(scope: Scope, headers: dict[str, bytes]) -> None:
-    """Raises ApiError where a proxy before this server may have seen another end of the body (request smuggling)."""
-    if "transfer-encoding" not in headers:
-        return
-    if "content-length" in headers or scope["http_version"] == "1.0":
+    """Raises ApiError where the end of the body is told in two ways."""
+    if is_framed_twice(scope["http_version"], headers):
         raise ApiError(
             400,
             "the length of the body is told in two ways; send Content-Length or Transfer-Encoding",
             headers={"Connection": "close"},
         )
-
-
-def _plain(host: str) -> str:
-    """A host as it is compared: without a port, brackets and a final dot, in lower case."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name, _, port = host.rpartition(":")
-    if name and ":" not in name and port.isdigit():
-        host = name
-    return host.removesuffix(".")
-
-
-def _address(host: str) -> IPv4Address | IPv6Address | None:
-    try:
-        return ip_address(host)
-    except ValueError:
-        return None
-
-
-def _is_unspecified(host: str) -> bool:
-    """Return whether a host stands for all of the machine's addresses."""
-    address = _address(host)
-    return host == "" or (address is not None and address.is_unspecified)
 
 
 async def answer(send: Send, error: ApiError) -> None:

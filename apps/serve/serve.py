@@ -1,13 +1,10 @@
 """`serve --model DIR …`: load models, listen, and leave in order when told to."""
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -18,11 +15,12 @@ from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
 from apps.serve.model import ModelFolder, build_engines, find_model
 from apps.serve.server import Server, build_app, read_key
-from apps.serve.wire import Protocol
 from core.config import UserError, in_words, parse
 from core.mesh import MeshConfig
 from core.quant import stored_bytes
 from core.runtime import launch, launched, start
+from core.web.listen import Listener, address_of, bind, not_ours
+from core.web.wire import Protocol
 
 log = logging.getLogger("serve")
 
@@ -75,33 +73,6 @@ def _run(config: ServeConfig, sources: list[ModelFolder]) -> int:
         return asyncio.run(listen(Server(loops, config, metrics), listening))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address, so that nobody else gets it; who connects waits until somebody accepts.
-
-    Raises UserError where the address is taken or not ours.
-    """
-    if not 0 <= port < 1 << 16:
-        raise UserError(f"port={port}; give one from 0 (any that is free) to 65535")
-    listening = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen()  # with SO_REUSEADDR, which restarts need, another process could bind it too until then
-    except OSError as error:
-        if listening is not None:
-            listening.close()
-        raise _not_ours(host, port, error) from None
-    return listening
-
-
-def _not_ours(host: str, port: int, error: OSError) -> UserError:
-    if error.errno == errno.EADDRINUSE:
-        return UserError(f"port {port} of {host} is in use; give another --port, or 0 for any that is free")
-    return UserError(f"cannot listen at port {port} of {host} ({error.strerror}); give another --host or --port")
-
-
 def uvicorn_config(server: Server) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(server),
@@ -135,7 +106,7 @@ async def listen(server: Server, listening: socket.socket) -> int:
         try:
             await serving
         except OSError as error:
-            raise _not_ours(server.config.host, server.config.port, error) from None
+            raise not_ours(server.config.host, server.config.port, error) from None
         return 1
     _announce(server, listener)
     stop = asyncio.ensure_future(stopping.wait())
@@ -147,8 +118,7 @@ async def listen(server: Server, listening: socket.socket) -> int:
     return 0 if server.failure is None else 1
 
 
-def _announce(server: Server, listener: "uvicorn.Server") -> None:
-    port = listener.servers[0].sockets[0].getsockname()[1]
+def _announce(server: Server, listener: Listener) -> None:
     for name, loop in server.loops.items():
         engine = loop.engine
         log.info(
@@ -160,14 +130,5 @@ def _announce(server: Server, listener: "uvicorn.Server") -> None:
             engine.limits.page_size,
             engine.max_length,
         )
-    host = server.config.host
-    shown = f"[{host}]" if ":" in host else host
-    print(f"serving {', '.join(server.loops)} at http://{shown}:{port}/  (API: /v1)", flush=True)
-
-
-class Listener(uvicorn.Server):
-    """uvicorn, but signals are `listen`'s."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    address = address_of(server.config.host, listener.port)
+    print(f"serving {', '.join(server.loops)} at {address}/  (API: /v1)", flush=True)

@@ -153,6 +153,7 @@ CASES = {
     "4-axial-zero1": (4, Case(1, axial=2, recompute=RecomputeConfig("full"))),
     "4-axial-zero2": (4, Case(2, axial=2, microbatch=1)),
     "4-axial-zero3": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), templates=True, dropout=True)),
+    "2-axial-gemini": (2, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
     "4-axial-gemini": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
     "4-axial": (4, Case(axial=4, recompute=RecomputeConfig("full"), dropout=True)),
 }
@@ -165,7 +166,7 @@ FACTORS = {
         "templates": case.templates,
         "dropout": case.dropout,
         "complexes": case.complexes,
-        "axial": case.axial,
+        "axial": case.axial > 1,
         "gemini": case.budget is not None,
     }
     for name, (_, case) in CASES.items()
@@ -184,6 +185,16 @@ def test_ranks_train_as_one(ranks, name: str) -> None:
     assert found <= TOLERANCE, f"{where} differs by {found:.3g} from one rank"
 
 
-def test_a_missing_collective_is_seen(ranks) -> None:
-    found, _ = difference(ranks, 2, Case(0), ("core.parallel.data", "all_reduce"))
+@pytest.mark.parametrize("case", [Case(0), pytest.param(Case(axial=2), marks=pytest.mark.soak)])
+def test_a_missing_collective_is_seen(ranks, case: Case) -> None:
+    """Of the replicas' gradients, and of the parts of them that ranks of a chain find."""
+    found, _ = difference(ranks, 2, case, ("core.parallel.data", "all_reduce"))
     assert not found <= 1e4 * TOLERANCE
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name, (_, case) in CASES.items() if case.axial > 1])
+def test_ranks_of_a_chain_train_as_one_for_ten_steps(ranks, name: str) -> None:
+    num_ranks, case = CASES[name]
+    found, where = difference(ranks, num_ranks, replace(case, steps=10))
+    assert found <= TOLERANCE, f"{where} differs by {found:.3g} from one rank"

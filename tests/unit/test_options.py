@@ -63,6 +63,7 @@ WITHOUT_MODEL = {
     "llm tokenize",
     "llm scaling",
     "fold msa",
+    "fold msa-server",
     "fold relax",
     "fold evaluate",
     "fold doctor",

@@ -27,6 +27,9 @@ class TemplateHit:
     entry, chain     of the structure, 1abc and A
     columns          aligned pairs, as hhsearch counts them
     sum_probs        the expected number of pairs that are right: hits are ranked by it
+    e_value, score   hhsearch's
+    identity         the share of pairs of equal letters, from 0 to 1
+    begins           the first aligned residue of the chain as hhsearch counts them, from 0
     sequence         the part of the chain that is aligned
     query            the part of the query, which begins at `first`, from 0
     pairs            int64[n, 2]: residues of the whole query and of `sequence`, from 0
@@ -40,6 +43,10 @@ class TemplateHit:
     query: str
     first: int
     pairs: np.ndarray
+    e_value: float = 0.0
+    score: float = 0.0
+    identity: float = 0.0
+    begins: int = 0
 
 
 def read_hhr(path: Path) -> list[TemplateHit]:
@@ -92,6 +99,10 @@ def _hit(lines: list[str], where: str) -> TemplateHit:
         rows["Q"].replace("-", "").upper(),
         first["Q"],
         pairs,
+        numbers.get("value", 0.0),
+        numbers.get("Score", 0.0),
+        numbers.get("Identities", 0.0) / 100,
+        first["T"],
     )
 
 

@@ -62,7 +62,12 @@ def read_fasta(path: Path, *, proteins: bool = False) -> tuple[list[Record], lis
 
     Raises UserError when the file cannot be read or holds no record at all.
     """
-    entries = _entries(read_text(path, "a FASTA file"), path)  # a letter that is none is its record's fault
+    return parse_fasta(read_text(path, "a FASTA file"), path, proteins=proteins)  # a wrong letter is its record's fault
+
+
+def parse_fasta(text: str, origin: object, *, proteins: bool = False) -> tuple[list[Record], list[Refused]]:
+    """The same of a text, which `origin` names."""
+    entries = _entries(text, origin)
     records, refused, seen = [], [], {}
     for number, (name, letters) in enumerate(entries, 1):
         parts = [part.removesuffix("*") for part in letters.upper().split(":")]
@@ -76,7 +81,7 @@ def read_fasta(path: Path, *, proteins: bool = False) -> tuple[list[Record], lis
     return records, refused
 
 
-def _entries(text: str, path: Path) -> list[tuple[str, str]]:
+def _entries(text: str, origin: object) -> list[tuple[str, str]]:
     entries: list[tuple[str, list[str]]] = []
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
@@ -84,12 +89,12 @@ def _entries(text: str, path: Path) -> list[tuple[str, str]]:
             entries.append(((line[1:].split() or [""])[0], []))
         elif line and not line.startswith(";"):
             if not entries and re.search("[\0\ufffd]", line):
-                raise UserError(f"{path}, line {number}: bytes that are no text; give a FASTA file")
+                raise UserError(f"{origin}, line {number}: bytes that are no text; give a FASTA file")
             if not entries:
-                raise UserError(f"{path}, line {number}: a sequence before the first > line; give a FASTA file")
+                raise UserError(f"{origin}, line {number}: a sequence before the first > line; give a FASTA file")
             entries[-1][1].append("".join(line.split()))
     if not entries:
-        raise UserError(f"{path} holds no sequence; give a FASTA file: a line '>name', then the letters")
+        raise UserError(f"{origin} holds no sequence; give a FASTA file: a line '>name', then the letters")
     return [(name, "".join(parts)) for name, parts in entries]
 
 

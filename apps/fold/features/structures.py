@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from apps.fold.features.text import read_text, unpacked_name
+from apps.fold.features.text import PACKED_SUFFIXES, read_text, unpacked_name
 from apps.fold.model import residues
 from core.config import UserError
 
@@ -53,6 +53,19 @@ class _Residue:
     number: str
     atoms: dict[str, tuple[np.ndarray, float]]
     hetero: bool
+
+
+def structure_of(entry: str, folder: Path) -> Path:
+    """The path of an entry's mmCIF file in a folder of them: 1abc.cif, or ab/1abc.cif.
+
+    Raises UserError where there is none.
+    """
+    for inside in (folder, folder / entry[1:3]):
+        for name in (f"{entry}.cif", f"{entry.upper()}.cif", f"{entry}.mmcif"):
+            for packed in ("", *PACKED_SUFFIXES):
+                if (inside / f"{name}{packed}").is_file():
+                    return inside / f"{name}{packed}"
+    raise UserError(f"{folder} holds no {entry}.cif")
 
 
 def read_structure(path: Path, *, hetero: bool = True) -> list[Chain]:

@@ -30,8 +30,8 @@ import torch
 from apps.fold.features.arrays import template_features
 from apps.fold.features.entries import Entry, read_entries
 from apps.fold.features.hhr import TemplateHit
-from apps.fold.features.structures import Chain, read_structure
-from apps.fold.features.text import PACKED_SUFFIXES, unpacked_name
+from apps.fold.features.structures import Chain, read_structure, structure_of
+from apps.fold.features.text import unpacked_name
 from apps.fold.model import residues
 from apps.fold.model.features import TemplateFeatures
 from apps.fold.search.kalign import align_by_kalign, has_kalign
@@ -191,16 +191,6 @@ def _template_of(hit: TemplateHit, sequence: str, folder: Path, allowed: Allowed
     if found.mask.sum() < _FEWEST_ATOMS:
         raise UserError("none of its aligned residues was seen")
     return found
-
-
-def structure_of(entry: str, folder: Path) -> Path:
-    """The path of the structure.  Raises UserError where there is none."""
-    for inside in (folder, folder / entry[1:3]):
-        for name in (f"{entry}.cif", f"{entry.upper()}.cif", f"{entry}.mmcif"):
-            for packed in ("", *PACKED_SUFFIXES):
-                if (inside / f"{name}{packed}").is_file():
-                    return inside / f"{name}{packed}"
-    raise UserError(f"{folder} holds no {entry}.cif")
 
 
 @lru_cache(32)

@@ -7,6 +7,7 @@ mmseqs.py
 hhsearch.py   one search of an alignment for structures that resemble it
 hits.py       hits as rows of an alignment
 program.py    running a program
+options.py    the options of all that searches, and the databases that they name
 jobs.py       all searches of a run, in parallel, each kept by what it depends on
 schedule.py   which node runs which of them, and what happens to one that is cut off
 on_ray.py     the nodes of a Ray cluster

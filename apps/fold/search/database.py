@@ -31,14 +31,43 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Stamp:
+    """A file's size and time of change in ns as they were; both 0 where it was not there."""
+
+    path: Path
+    size: int
+    changed_ns: int
+
+    @staticmethod
+    def of(path: Path) -> "Stamp":
+        try:
+            stat = path.stat()
+        except OSError:
+            return Stamp(path, 0, 0)
+        return Stamp(path, stat.st_size, stat.st_mtime_ns)
+
+
+@dataclass(frozen=True)
 class Database:
-    """name is unique in a run; identity changes with the contents; num_sequences counts where a tool is told of it."""
+    """name is unique in a run; identity changes with the contents; num_sequences counts where a tool is told of it.
+
+    stamps  of its files, taken before the identity was
+    """
 
     name: str
     path: Path
     identity: str
     num_sequences: int
     shards: tuple[Shard, ...]
+    stamps: tuple[Stamp, ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Raises UserError where a file is another than when the database was opened: results are kept by that."""
+        for stamp in self.stamps:
+            if Stamp.of(stamp.path) != stamp:
+                raise UserError(
+                    f"the database {stamp.path} changed while it was in use; leave it as it is, and search again"
+                )
 
 
 def open_database(path: Path, num_shards: int, cache: Path, name: str) -> Database:
@@ -46,6 +75,7 @@ def open_database(path: Path, num_shards: int, cache: Path, name: str) -> Databa
 
     Raises UserError for a file that is none.
     """
+    stamp = Stamp.of(path)
     identity = identify(path)
     known = cache / "databases" / identity
     try:
@@ -56,7 +86,9 @@ def open_database(path: Path, num_shards: int, cache: Path, name: str) -> Databa
         replace_file(known / "database.json", json.dumps({"path": str(path), "sequences": count}).encode())
     if count < num_shards:
         raise UserError(f"{path} holds {count} sequences, too few for {num_shards} shards; give fewer --shards")
-    return Database(name, path, identity, count, tuple(_shards(path, num_shards, count, known)))
+    database = Database(name, path, identity, count, tuple(_shards(path, num_shards, count, known)), (stamp,))
+    database.check_unchanged()  # while it was counted and cut
+    return database
 
 
 def identify(path: Path) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apps.fold.search.database import Database, Shard, digest_of
+from apps.fold.search.database import Database, Shard, Stamp, digest_of
 from apps.fold.search.hits import Hit
 from apps.fold.search.program import found, run, said_by
 from core.config import UserError
@@ -62,7 +62,7 @@ def open_profiles(path: Path, name: str) -> Database:
 
     Raises UserError where a file of it is missing.
     """
-    found = hashlib.blake2b(digest_size=16)
+    found, stamps = hashlib.blake2b(digest_size=16), []
     for part in _PARTS:
         for suffix in ("ffindex", "ffdata"):
             file = path.with_name(f"{path.name}_{part}.{suffix}")
@@ -70,8 +70,9 @@ def open_profiles(path: Path, name: str) -> Database:
                 raise UserError(
                     f"there is no {file}; give the prefix of an HH-suite database, {path.name}_a3m.ffdata without _a3m"
                 )
+            stamps.append(Stamp.of(file))
             found.update(digest_of(file))
-    return Database(name, path, found.hexdigest(), 0, (Shard(path, 0, 1, path),))
+    return Database(name, path, found.hexdigest(), 0, (Shard(path, 0, 1, path),), tuple(stamps))
 
 
 def rows_of(a3m: str, sequence: str, origin: object) -> list[Hit]:

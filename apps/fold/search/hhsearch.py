@@ -62,4 +62,5 @@ class ProfileJob:
             text = hits.read_text(encoding="latin-1") if hits.exists() else ""
         if not text.startswith("Query"):
             raise UserError(f"{self.tool.program} wrote no result on {self.database.path}")
+        self.database.check_unchanged()
         return text

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from apps.fold.search.database import Database, Shard
-from apps.fold.search.hits import Hit
+from apps.fold.search.hits import Hit, as_a3m, ranked
 from apps.fold.search.schedule import Machines, Threads, run_all
 from core.files import replace_file
 
@@ -88,6 +88,7 @@ class SearchJob:
 
     def result(self, scratch: Path) -> str:
         hits = self.source.tool.search(self.sequence, self.source.database, self.shard, scratch)
+        self.source.database.check_unchanged()
         return json.dumps([asdict(hit) for hit in hits])
 
 
@@ -153,3 +154,19 @@ class Searches:
     def keep(self, job: Search) -> None:
         """Search, and keep the result.  Raises UserError where the tool fails."""
         replace_file(self.path(job), job.result(self.folder).encode())
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A sequence's rows of one database, as A3M."""
+
+    database: str
+    rows: int
+    a3m: str
+
+
+def aligned(searches: Searches, sequence: str, source: SearchedDatabase, max_rows: int) -> Aligned:
+    """What came of a sequence's searches in a database, all of which are done: the best rows."""
+    hits = [hit for job in jobs_of([sequence], [source]) for hit in searches.hits(job)]
+    best = ranked(hits, max_rows)
+    return Aligned(source.database.name, len(best), as_a3m(sequence, best))

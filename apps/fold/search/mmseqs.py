@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apps.fold.search.database import Database, Shard, digest_of, identify
+from apps.fold.search.database import Database, Shard, Stamp, digest_of, identify
 from apps.fold.search.hits import Hit, aligned_row
 from apps.fold.search.program import found, run, said_by
 
@@ -60,9 +60,10 @@ def version(program: str) -> str:
 
 def open_mmseqs(path: Path, program: str, cache: Path, name: str) -> Database:
     """A database of MMseqs2's, made of a FASTA file where it is one.  Raises UserError for a file that is neither."""
+    stamps = (Stamp.of(path),)
     if path.with_name(f"{path.name}.dbtype").is_file():
         identity = digest_of(path).hex()
-        return Database(name, path, identity, 0, (Shard(path, 0, 1, path),))
+        return Database(name, path, identity, 0, (Shard(path, 0, 1, path),), stamps)
     identity = identify(path)
     made = cache / "databases" / identity / "mmseqs"
     if not made.exists():
@@ -78,7 +79,7 @@ def open_mmseqs(path: Path, program: str, cache: Path, name: str) -> Database:
                 raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    return Database(name, path, identity, 0, (Shard(path, 0, 1, made / "database"),))
+    return Database(name, path, identity, 0, (Shard(path, 0, 1, made / "database"),), stamps)
 
 
 def _hit(columns: list[str], length: int) -> Hit:

@@ -1,6 +1,7 @@
 """The batches of a step: crops of chains, with features that are drawn anew for every recycling iteration.
 
-1. row g = step * global_batch + row of the run is a chain of epoch g // chains, in the epoch's order
+1. row g = step * global_batch + row of the run is a chain of epoch g // chains, in the epoch's order; of clusters an
+   epoch has one chain each, a random one (1.2.5 of the supplement, without its weight of lengths)
 2. blocks of neighbouring rows are deleted from its alignment (supplement, 1.2.6, algorithm 1)
 3. centres, masking, clusters and extra rows as in a prediction (`features.msa`), one draw an iteration
 4. a random number of random templates, the same in every iteration (1.2.3; `features.templates`)
@@ -43,7 +44,7 @@ from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.model.features import ChainIds, Features, TemplateFeatures
 from apps.fold.training.complexes import ComplexExample, labels_of, matched_positions, part_of, with_templates
 from apps.fold.training.crops import crop_of_complex
-from apps.fold.training.dataset import Dataset, Example
+from apps.fold.training.dataset import Clusters, Dataset, Example
 from core.config import UserError
 from core.data.batches import rows_of_rank, shuffled
 
@@ -75,8 +76,11 @@ class BatchConfig:
 class FoldBatches:
     """Endless shuffled epochs over the chains of a dataset; see the module's docstring."""
 
-    def __init__(self, dataset: Dataset, config: BatchConfig, model: ModelConfig, seed: int):
+    def __init__(
+        self, dataset: Dataset, config: BatchConfig, model: ModelConfig, seed: int, clusters: Clusters | None = None
+    ):
         self.dataset, self.config, self.model, self.seed = dataset, config, model, seed
+        self.clusters = clusters
 
     def num_iterations(self, step: int) -> int:
         """Iterations of recycling, 1 to num_recycles + 1, alike for all rows of a step (1.10, "N' uniform")."""
@@ -88,9 +92,12 @@ class FoldBatches:
 
     def row(self, step: int, row: int) -> dict[str, Tensor]:
         """One row of a step, without the dim of rows."""
-        epoch, place = divmod(step * self.config.global_batch + row, len(self.dataset))
-        number = int(shuffled(np.array([place]), len(self.dataset), self.seed, epoch)[0])
+        size = len(self.dataset if self.clusters is None else self.clusters)
+        epoch, place = divmod(step * self.config.global_batch + row, size)
+        number = int(shuffled(np.array([place]), size, self.seed, epoch)[0])
         generator = np.random.default_rng([self.seed % 2**64, step, row])
+        if self.clusters is not None:
+            number = int(generator.choice(self.clusters[number]))
         example = self.dataset[number]
         if isinstance(example, ComplexExample):
             assert isinstance(self.model, MultimerConfig)

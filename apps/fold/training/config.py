@@ -54,6 +54,9 @@ class DataConfig(BatchConfig):
     """hits that were published later are left out, as 2018-04-30; always those of less than 60 days before the chain"""
     validation: Path | None = None
     """a folder of structures that are held out; their alignments lie among the others"""
+    clusters: Path | None = None
+    """a file with a cluster of alike chains a line, NAME_CHAIN with blanks between: an epoch has one chain of each,
+    at random; a chain that is in none is one by itself. Without: every chain once"""
     min_residues: int = 10
     """chains of which fewer residues were seen are left out"""
     max_resolution: float = 9.0
@@ -158,6 +161,10 @@ class FoldTrainConfig(TrainConfig):
         if not self.of_complexes:
             why = f"model={self.model} is of single chains; give --model of complexes, as model_1_multimer_v3"
             found |= dict.fromkeys(_OF_COMPLEXES, why)
+        else:
+            found["data.clusters"] = (
+                f"model={self.model} is of complexes, which no cluster of chains tells apart; leave it out"
+            )
         return found
 
     @property

@@ -38,7 +38,8 @@ from apps.fold.features.alignment import Alignment, check_query, merge, read_ali
 from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry, read_entries
 from apps.fold.features.hhr import check_hits, read_hhr
-from apps.fold.features.templates import Allowed, Template, read_templates, structure_of, templates_of_hits
+from apps.fold.features.structures import structure_of
+from apps.fold.features.templates import Allowed, Template, read_templates, templates_of_hits
 from apps.fold.features.text import read_text, unpacked_name
 from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
 from apps.fold.training.complexes import ComplexExample, complex_of_arrays, example_of, save_complex
@@ -140,6 +141,33 @@ class Dataset:
         """Changes with the chains and with what is known of them."""
         named = "\n".join(f"{chain.name} {chain.file.parent.name}" for chain in self.chains)
         return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+
+
+Clusters = tuple[tuple[int, ...], ...]
+"""Of a dataset's chains, by their numbers."""
+
+
+def clusters_of(dataset: Dataset, file: Path) -> Clusters:
+    """The chains in the clusters of a file, one a line, of names such as 1UBI_A, in any case, with blanks between them.
+
+    A chain that the file does not name is a cluster by itself. Raises UserError for a file that cannot be read, that
+    names a chain twice, or that names none of the dataset's.
+    """
+    lines = [line.upper().split() for line in read_text(file, "a file with a cluster of chains a line").splitlines()]
+    place: dict[str, int] = {}
+    for number, names in enumerate(lines):
+        for name in names:
+            if place.setdefault(name, number) != number:
+                raise UserError(f"data.clusters={file}: {name} is in two clusters; name each chain once")
+    found: dict[str | int, list[int]] = {}
+    for number, chain in enumerate(dataset.chains):
+        found.setdefault(place.get(chain.name.upper(), chain.name), []).append(number)
+    if not any(isinstance(key, int) for key in found):
+        raise UserError(
+            f"data.clusters={file} names none of the {len(dataset)} chains, such as {dataset.chains[0].name}; give the "
+            "clusters of these"
+        )
+    return tuple(map(tuple, found.values()))
 
 
 def prepare(

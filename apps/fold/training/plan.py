@@ -78,6 +78,7 @@ WITHOUT_EFFECT = (
         "data.max_chains",
         "data.max_resolution",
         "data.cache",
+        "data.clusters",
         "data.decoys",
         "optim.lr",
         "optim.clip_norm",

@@ -159,6 +159,27 @@ def test_a_failing_search_stops_only_its_sequence(tmp_path: Path, capsys) -> Non
     assert not (tmp_path / "out" / "crambin").exists()
 
 
+def test_a_database_that_changes_under_a_search_is_said_to(tmp_path: Path, capsys) -> None:
+    """Its results would be kept under what it was; the record that was searched before has its alignment."""
+    database = _database(tmp_path / "db.fasta", 4)
+    program = tmp_path / "jackhmmer"
+    program.write_text(
+        '#!/bin/sh\nif [ "$1" = -h ]; then echo "# HMMER 9"; exit 0; fi\n'
+        'for last in "$@"; do before=$query; query=$last; done\n'
+        f'if grep -q CCPS "$before"; then printf ">more\\nMKT\\n" >> {database}; fi\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n>crambin\n{CRAMBIN}\n")
+    options = [str(tmp_path / "in.fasta"), "--databases", str(database), "--jackhmmer", str(program), "--workers", "1"]
+    options += ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    assert main(options) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1
+    assert f"record 2 (crambin): the database {database} changed while it was in use" in said
+    assert (tmp_path / "out" / "ubi" / "db.a3m").exists()
+    assert not (tmp_path / "out" / "crambin").exists()
+
+
 def test_what_a_tool_says_need_not_be_text(tmp_path: Path) -> None:
     """What cstranslate says of entries with long names is none."""
     run(["sh", "-c", r"printf 'Processing entry: \357\314'"], "db")

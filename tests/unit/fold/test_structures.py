@@ -14,8 +14,8 @@ import torch
 
 from apps.fold.features.entries import read_entries
 from apps.fold.features.sequences import chain_id
-from apps.fold.features.structures import Chain, read_structure
-from apps.fold.features.templates import align, features_of_templates, read_templates, structure_of
+from apps.fold.features.structures import Chain, read_structure, structure_of
+from apps.fold.features.templates import align, features_of_templates, read_templates
 from apps.fold.model import residues
 from apps.fold.model.rigid import Frames
 from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_of_torsions

@@ -79,12 +79,9 @@ def test_a_rank_of_several_keeps_its_share(ranks: int) -> None:
 
 
 def _step_of_released(axial: int) -> StepEstimate:
-    """A step with four of the Evoformer's blocks, whose inputs are kept, and one of the extra MSA's."""
     config = replace(recipes()["initial_training"](), axial=axial, nproc=axial, gpu="A100")
     config = replace(config, data=replace(config.data, global_batch=1))
-    model = model_config(config)
-    model = replace(model, evoformer=replace(model.evoformer, num_blocks=4), extra=replace(model.extra, num_blocks=1))
-    return step_of(config, resolved_mesh(config), model, config.speed, 1)
+    return step_of(config, resolved_mesh(config), model_config(config), config.speed, 1)
 
 
 def test_ranks_a_machine_and_a_budget(capsys) -> None:

@@ -15,7 +15,7 @@ from apps.fold.model.alphafold import AlphaFold
 from apps.fold.toy import DEMO_WEIGHTS, NOTE
 from apps.fold.training.batches import BatchConfig, FoldBatches, delete_blocks, shuffled_sequence, stacked
 from apps.fold.training.config import FoldTrainConfig, model_config
-from apps.fold.training.dataset import Example, Selection, _load, beside, load, prepare
+from apps.fold.training.dataset import Dataset, Example, Listed, Selection, _load, beside, clusters_of, load, prepare
 from apps.fold.training.initialise import initialise
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
@@ -57,6 +57,33 @@ def test_a_chain_is_drawn_anew_in_every_step_and_row() -> None:
     hidden = [batches.row(step, row)["hidden"].tolist() for step in range(4) for row in range(2)]
     assert len({str(one) for one in hidden}) == 8
     assert len({str(one) for one in shown}) > 4
+
+
+def test_an_epoch_has_one_chain_of_each_cluster(tmp_path: Path) -> None:
+    chains = Chains()
+    listed = tuple(Listed(f"{n}abc_A", 7, 1, 0, tmp_path, 0) for n in range(5))
+    (tmp_path / "clusters").write_text("2ABC_A 0abc_A 9XYZ_B\n4ABC_A\n3ABC_A 1ABC_A\n")
+    clusters = clusters_of(Dataset(listed, ()), tmp_path / "clusters")
+    assert sorted(clusters) == [(0, 2), (1, 3), (4,)]
+    seen = []
+
+    class Watched(Chains):
+        def __getitem__(self, number: int) -> Example:
+            seen.append(number)
+            return chains[number]
+
+    config = BatchConfig(global_batch=3, crop=9)
+    batches = FoldBatches(Watched(), config, small_model(), 3, clusters)  # pyright: ignore[reportArgumentType]
+    for step in range(12):
+        batches.batch(step, 0, 1)
+        assert sorted(next(c for c in range(3) if n in sorted(clusters)[c]) for n in seen[-3:]) == [0, 1, 2]
+    assert set(seen) == {0, 1, 2, 3, 4}
+    for text, said in (("1abc_A\n1abc_A 2abc_A\n", "1ABC_A is in two clusters"), ("9xyz_A\n", "names none of the 5")):
+        (tmp_path / "clusters").write_text(text)
+        with pytest.raises(UserError, match=said):
+            clusters_of(Dataset(listed, ()), tmp_path / "clusters")
+    with pytest.raises(UserError, match="a file with a cluster of chains a line"):
+        clusters_of(Dataset(listed, ()), tmp_path / "nowhere")
 
 
 def test_recycling_is_drawn_from_the_step_and_takes_every_count() -> None:

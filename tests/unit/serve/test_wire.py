@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from apps.serve import api, wire
+from apps.serve import api
+from core.web import wire
 from tests.support.http_server import HANGS_S, Running, get, post, raw, served, small_model
 
 ASKED = {"prompt": "The quick", "max_tokens": 12, "temperature": 0, "ignore_eos": True}

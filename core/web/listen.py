@@ -1,0 +1,56 @@
+"""An address that is bound before minutes are spent, and uvicorn whose signals are its caller's."""
+
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from core.config import UserError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address, so that nobody else gets it; who connects waits until somebody accepts.
+
+    Raises UserError where the address is taken or not ours.
+    """
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"port={port}; give one from 0 (any that is free) to 65535")
+    listening = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()  # with SO_REUSEADDR, which restarts need, another process could bind it too until then
+    except OSError as error:
+        if listening is not None:
+            listening.close()
+        raise not_ours(host, port, error) from None
+    return listening
+
+
+def not_ours(host: str, port: int, error: OSError) -> UserError:
+    """The line for the user about an address that cannot be listened at."""
+    if error.errno == errno.EADDRINUSE:
+        return UserError(f"port {port} of {host} is in use; give another --port, or 0 for any that is free")
+    return UserError(f"cannot listen at port {port} of {host} ({error.strerror}); give another --host or --port")
+
+
+def address_of(host: str, port: int) -> str:
+    """The address of a server as a URL."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class Listener(uvicorn.Server):
+    """uvicorn, but signals are its caller's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at, once it has `started`."""
+        return self.servers[0].sockets[0].getsockname()[1]

@@ -1,0 +1,271 @@
+"""`fold msa --server` and `fold predict --msa-server`: with our server, and with servers that misbehave."""
+
+import gzip
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.fold import predict
+from apps.fold.complexes import find_complex
+from apps.fold.features.alignment import check_query, read_alignment
+from apps.fold.features.sequences import read_fasta
+from apps.fold.msa import main
+from apps.fold.service import client
+from apps.fold.service.answers import packed
+from apps.fold.service.client import GivenUp, Service
+from core.config import UserError
+from tests.support.msa_server import CRAMBIN, UBIQUITIN, begun, configured, serving
+
+ENTRY = f">101\n{CRAMBIN}\n>hit\n{CRAMBIN[:-1]}-\n\0"
+FILES = {"uniref.a3m": ENTRY.encode(), "bfd.mgnify30.metaeuk30.smag30.a3m": f">101\n{CRAMBIN}\n\0".encode()}
+Answer = Callable[[str, bytes], tuple[int, bytes]]
+
+
+@contextmanager
+def server(answer: Answer) -> Iterator[tuple[str, list[str]]]:
+    """A server whose answers a function gives; its address, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            asked.append(self.path)
+            status, content = answer(self.path, body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            if status == 302:
+                self.send_header("Location", "http://127.0.0.1:9/")
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_address[1]}", asked
+    finally:
+        listening.shutdown()
+        listening.server_close()
+
+
+def said(**content: Any) -> bytes:
+    return json.dumps(content).encode()
+
+
+def answering(files: bytes) -> Answer:
+    return lambda path, _: (200, files if path.startswith("/result") else said(id="x", status="COMPLETE"))
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    path = tmp_path / "in.fasta"
+    path.write_text(f">cram\n{CRAMBIN}\n>two\n{UBIQUITIN}:{CRAMBIN}:{UBIQUITIN}\n>bad\nMK7\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short looks, and pauses without chance."""
+    monkeypatch.setattr(client, "_LOOK_S", 0.02)
+    monkeypatch.setattr(client.random, "uniform", lambda low, high: low)
+
+
+def service(url: str, folder: Path, pauses: list[float] | None = None, wait_s: float = 60.0) -> Service:
+    return Service(url, None, folder, wait_s, sleep=(pauses if pauses is not None else []).append)
+
+
+def test_alignments_of_our_server(fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef anna\n")
+    (tmp_path / "key").write_text("0123456789abcdef\n")
+    with serving(configured(tmp_path, api_key_file=keys)) as running:
+        options = [
+            str(fasta),
+            "--server",
+            running.url,
+            "--cache",
+            str(tmp_path / "mine"),
+            "--out",
+            str(tmp_path / "out"),
+        ]
+        options += ["--server-key-file", str(tmp_path / "key")]
+        assert main(options) == 2, "for the record that is none"
+        told = capsys.readouterr()
+        assert f"note: the sequences of 2 records (168 residues) are sent to {running.url}" in told.err
+        assert "record 3 (bad)" in told.err
+        assert "cram: 2 rows" in told.out
+        searched = begun(tmp_path)
+        assert main(options) == 2
+        told = capsys.readouterr()
+        assert "note:" not in told.err, "what is known leaves no machine"
+        assert begun(tmp_path) == searched
+        assert main([*options[:-4], "--cache", str(tmp_path / "other")]) == 2
+        assert "it refuses (401): this server asks for a key" in capsys.readouterr().err
+    found = read_alignment(tmp_path / "out" / "cram.a3m")
+    check_query(found, CRAMBIN, "cram")
+    assert found.names == ("query", "hit/1-9", "hit/1-9")
+    record = read_fasta(fasta)[0][1]
+    target = find_complex(record, tmp_path / "out", None, False)
+    assert target.files == (tmp_path / "out" / "two.a3m",)
+    assert target.lengths == (76, 46, 76)
+    assert (tmp_path / "out" / "two.a3m").read_text().startswith(f"#76,46\t2,1\n>101\t102\n{UBIQUITIN}{CRAMBIN}\n")
+
+
+def test_predictions_with_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fasta = tmp_path / "in.fasta"
+    fasta.write_text(f">cram\n{CRAMBIN[:20]}\n>wrong\n{CRAMBIN[:20]}WWWW\n")
+    options = [str(fasta), "--out", str(tmp_path / "out"), "--num-recycles", "0", "--no-plots", "--device", "cpu"]
+    options += ["--msa-server-folder", str(tmp_path / "mine"), "--msa-server"]
+    with serving(configured(tmp_path)) as running:
+        assert predict.main([*options, running.url]) == 2
+    told = capsys.readouterr()
+    assert f"note: the sequences of 2 records (44 residues) are sent to {running.url}" in told.err
+    assert "record 2 (wrong)" in told.err
+    assert "Fatal: out of luck" in told.err
+    summary = (tmp_path / "out" / "summary.csv").read_text().splitlines()
+    assert summary[1].startswith("cram,20,folded,2,")
+    assert summary[2].startswith("wrong,24,failed: ")
+    with pytest.raises(UserError, match="--msa and --msa-server"):
+        predict.main([*options, running.url, "--msa", str(tmp_path)])
+
+
+def test_one_policy_of_retries(tmp_path: Path) -> None:
+    """Errors of the server, then a full queue, then a wait; all of it until the answer is there."""
+    script = [
+        (500, b"oops"),
+        (429, said(status="RATELIMIT", reason="slowly")),
+        (200, said(id="x", status="PENDING")),
+        (200, said(id="x", status="RUNNING")),
+        (502, b""),
+        (200, said(id="x", status="COMPLETE")),
+        (503, b""),
+        (200, packed(FILES)),
+    ]
+    pauses: list[float] = []
+    record = read_fasta(_one(tmp_path))[0][0]
+    with server(lambda *_: script.pop(0)) as (url, asked):
+        path = service(url, tmp_path, pauses).alignment(record)
+        assert service(url, tmp_path).alignment(record) == path
+    assert path.read_text() == f">query\n{CRAMBIN}\n>hit\n{CRAMBIN[:-1]}-\n"
+    assert asked == [*3 * ["/ticket/msa"], *3 * ["/ticket/x"], *2 * ["/result/download/x"]]
+    assert pauses == [1.0, 1.0, 0.02, 0.03, 1.0, 1.0]
+
+
+def _one(folder: Path) -> Path:
+    path = folder / "one.fasta"
+    path.write_text(f">cram\n{CRAMBIN}\n")
+    return path
+
+
+def _tar(name: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = 3
+        tar.addfile(member, io.BytesIO(b"MKT"))
+    return out.getvalue()
+
+
+def _link() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        member = tarfile.TarInfo("uniref.a3m")
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(member)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (answering(_tar("../../uniref.a3m")), r"names '../../uniref.a3m', outside of its folder"),
+        (answering(_tar("/etc/cron.d/uniref.a3m")), "outside of its folder"),
+        (answering(_link()), "outside of its folder"),
+        (answering(b"<html>"), "is no tar.gz"),
+        (answering(packed(FILES)[:60]), "is no tar.gz"),
+        (answering(gzip.compress(b"")), "holds no uniref.a3m|is no tar.gz"),
+        (answering(packed({"other": b""})), "holds no uniref.a3m"),
+        (answering(packed({"uniref.a3m": ENTRY.replace("101", "102").encode()})), "query '102' that was not asked"),
+        (answering(packed({"uniref.a3m": b">101\nMKT\n"})), "a query of 3 residues, not of 46"),
+        (answering(packed({"uniref.a3m": f">101\n{CRAMBIN}\n>x\nMK\n".encode()})), "columns"),
+        (lambda *_: (200, said(status="ERROR", message="no such\nmode")), "could not align it: no such mode"),
+        (lambda *_: (200, said(id="x", status="RUNNING")), "not aligned it within 0.01 s"),
+    ],
+)
+def test_answers_that_are_none(answer: Answer, message: str, tmp_path: Path) -> None:
+    """A line for the record; the next is asked for all the same."""
+    record = read_fasta(_one(tmp_path))[0][0]
+    with server(answer) as (url, _):
+        asked = service(url, tmp_path, wait_s=0.01)
+        with pytest.raises(UserError, match=message) as caught:
+            asked.alignment(record)
+        assert not isinstance(caught.value, GivenUp)
+        assert not asked.kept(record).exists()
+    assert not list(tmp_path.parent.rglob("uniref.a3m"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message", "requests"),
+    [
+        (lambda *_: (403, b"banned"), r"it refuses \(403\): banned", 1),
+        (lambda *_: (401, said(message="a key")), r"it refuses \(401\): a key", 1),
+        (lambda *_: (200, b"<html>"), "not of ColabFold's protocol", 1),
+        (lambda *_: (404, b"nginx"), "it answers 404", 1),
+        (lambda *_: (302, b""), "it answers 302", 1),
+        (lambda *_: (500, b"oops"), r"it does not answer \(it answers 500: oops\), asked 6 times", 6),
+    ],
+)
+def test_a_server_that_is_given_up(answer: Answer, message: str, requests: int, fasta: Path, tmp_path: Path) -> None:
+    pauses: list[float] = []
+    records = read_fasta(fasta)[0]
+    with server(answer) as (url, asked):
+        one = service(url, tmp_path, pauses)
+        for record in records:
+            with pytest.raises(GivenUp, match=message):
+                one.alignment(record)
+        assert len(asked) == requests, "the others do not ask it"
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0][: requests - 1]
+
+
+def test_a_server_that_is_down(fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """One line for each record, exit code 2; what is known is there all the same."""
+    monkeypatch.setattr(client, "_PAUSE_S", 0.0)
+    url = "http://anna:secret@127.0.0.1:9"
+    asked = Service(url, None, tmp_path / "mine", 60.0)
+    kept = asked.kept(read_fasta(fasta)[0][0])
+    kept.parent.mkdir(parents=True)
+    kept.write_text(f">query\n{CRAMBIN}\n")
+    options = [str(fasta), "--server", url, "--cache", str(tmp_path / "mine"), "--out", str(tmp_path / "out")]
+    assert main(options) == 2
+    told = capsys.readouterr()
+    assert (tmp_path / "out" / "cram.a3m").exists()
+    lines = [line for line in told.err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 2
+    assert "record 2 (two): the server http://127.0.0.1:9: it does not answer" in told.err
+    assert "secret" not in told.err
+    assert asked._headers["Authorization"].startswith("Basic ")
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for words, message in (
+        (["--server", "ftp://x"], "ftp://x is no address of a server"),
+        (["--server", "http://x", "--databases", "db.fasta"], "--databases with --server"),
+        (["--databases", "db.fasta", "--server-wait-s", "3"], "--server-wait-s without --server"),
+        (["--server", "http://x", "--server-wait-s", "0"], "server_wait_s=0"),
+        (["--server", "http://x", "--server-key-file", str(tmp_path / "none")], "cannot read the key"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main([str(_one(tmp_path)), *words])
