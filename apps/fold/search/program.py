@@ -16,29 +16,24 @@ _STAGE_KILLED = re.compile(r"^(.*: line \d+: +\d+ )?(Killed|Terminated)\b", re.M
 # What stands between us and a tool, as a process of its own. Its guard, another one, ends the tool, and all that the
 # tool began, as soon as nobody holds the other end of its standard input any more, which the system lets go of however
 # we end, or as soon as it is gone itself: Ray kills the children of a worker, of which it is one, but not theirs.
+# The guard is there before the tool, which joins its process group.
 _LEASH = """
 import os, select, signal, subprocess, sys
 
-def end():
-    try:
-        os.killpg(tool.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-tool = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
 alive, held = os.pipe()
 guard = os.fork()
 if not guard:
-    os.setsid()
+    os.setpgid(0, 0)
     for file in (1, 2, held):
         os.close(file)
     select.select([0, alive], [], [])
-    end()
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
+os.setpgid(guard, guard)
+tool = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, process_group=guard)
 try:
     code = tool.wait()
 except BaseException:
-    end()
+    os.killpg(guard, signal.SIGKILL)
     raise
 os.kill(guard, signal.SIGKILL)
 os.waitpid(guard, 0)
