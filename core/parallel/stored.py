@@ -100,7 +100,7 @@ class StoredBlocks:
         self.make, self.fetches = make, fetches
         self.known: dict[int, tuple[ref[UntypedStorage], ref[Stored]]] = {}
         self._before: ref[_Call] | None = None
-        self._unfinished: list[ref[Stored]] = []  # of the block that ran last
+        self.unfinished: list[ref[Stored]] = []  # of the block that ran last
         for index, block in enumerate(blocks):
             setattr(block, RECOMPUTED, block.forward)
             block.forward = partial(self._forward, index, block)
@@ -114,9 +114,9 @@ class StoredBlocks:
             outputs = forward(*args, **kwargs)
         for stored in call.alive():
             stored.block_ended()
-        for stored in _alive(self._unfinished):
+        for stored in _alive(self.unfinished):
             stored.next_ended()
-        self._before, self._unfinished = ref(call), call.own
+        self._before, self.unfinished = ref(call), call.own
         return outputs
 
 
@@ -183,6 +183,10 @@ class _Call:
         if self._begun or not self.blocks.fetches:
             return
         self._begun = True
+        if self.blocks.unfinished is not self.own:  # of a later microbatch, in a pipeline
+            for stored in _alive(self.blocks.unfinished):
+                stored.next_ended()
+        self.blocks.unfinished = []
         before = None if self.before is None else self.before()
         for call in (self, before):
             if call is not None:

@@ -264,7 +264,7 @@ def test_copies_are_ordered_with_what_computes() -> None:
     assert {"send", "fetch"} <= {what for _, what in streams.order}
     assert {actor for actor, what in streams.order if what == "send"} == {2}
     assert {actor for actor, what in streams.order if what == "fetch"} == {3}
-    seen = [bool(on_streams(number).races) for number in range(len(streams.waits))]
+    seen = [bool(on_streams(number).races) for number in range(0, len(streams.waits), 4)]
     assert sum(seen) > len(seen) / 3, seen
 
 
