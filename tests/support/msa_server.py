@@ -119,7 +119,7 @@ class Running:
         status, raw = self.ask(f"result/download/{ticket['id']}")
         assert status == 200, raw
         with tarfile.open(fileobj=io.BytesIO(raw), mode="r:gz") as tar:
-            return {one.name: tar.extractfile(one).read().decode() for one in tar}  # type: ignore[union-attr]
+            return {one.name: tar.extractfile(one).read().decode() for one in tar}
 
 
 @contextmanager

@@ -104,9 +104,9 @@ def write_mmcif(
     listed = atoms(folded) if listed is None else listed
     three = three_letters(folded.sequence)
     at = numbering(folded, authors)
-    ordinals = [str(number) for number in range(1, len(three) + 1)]
     count = len(listed)
     of_atoms = [atom.residue for atom in listed]
+    placed = sorted(set(of_atoms))  # ModelCIF has local scores of residues with atoms alone
     author_chains, author_numbers, codes = zip(*(at.authors[row] for row in of_atoms))
     xyz = [[f"{atom.position[axis]:.3f}" for atom in listed] for axis in range(3)]
     plddt = [f"{value:.2f}" for value in folded.plddt]
@@ -126,13 +126,13 @@ def write_mmcif(
             "_ma_qa_metric_global.model_id": ["1"],
             "_ma_qa_metric_global.metric_id": ["1"],
             "_ma_qa_metric_global.metric_value": [f"{folded.mean_plddt:.2f}"],
-            "_ma_qa_metric_local.ordinal_id": ordinals,
-            "_ma_qa_metric_local.model_id": ["1"] * len(three),
-            "_ma_qa_metric_local.label_asym_id": at.chains,
-            "_ma_qa_metric_local.label_seq_id": at.numbers,
-            "_ma_qa_metric_local.label_comp_id": three,
-            "_ma_qa_metric_local.metric_id": ["2"] * len(three),
-            "_ma_qa_metric_local.metric_value": plddt,
+            "_ma_qa_metric_local.ordinal_id": [str(number) for number in range(1, len(placed) + 1)],
+            "_ma_qa_metric_local.model_id": ["1"] * len(placed),
+            "_ma_qa_metric_local.label_asym_id": [at.chains[row] for row in placed],
+            "_ma_qa_metric_local.label_seq_id": [at.numbers[row] for row in placed],
+            "_ma_qa_metric_local.label_comp_id": [three[row] for row in placed],
+            "_ma_qa_metric_local.metric_id": ["2"] * len(placed),
+            "_ma_qa_metric_local.metric_value": [plddt[row] for row in placed],
             "_atom_type.symbol": sorted({atom.name[0] for atom in listed}),
             "_atom_site.group_PDB": ["ATOM"] * count,
             "_atom_site.id": [str(number) for number in range(1, count + 1)],

@@ -103,7 +103,8 @@ def build_app(
     _add_files(app, tickets, templates)
     _add_health(app, tickets, metrics)
 
-    async def no_such(request: Request, error: HTTPException) -> Response:
+    async def no_such(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
         known = (
             "POST /ticket/msa, POST /ticket/pair, GET /ticket/ID, GET /result/download/ID, GET /template/…, GET /queue"
         )
@@ -114,7 +115,7 @@ def build_app(
         log.error("unexpected %s", type(error).__name__, exc_info=error)
         return _error(500, "an error of the server's")
 
-    app.add_exception_handler(HTTPException, no_such)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, no_such)
     app.add_exception_handler(Exception, unexpected)
     return app
 

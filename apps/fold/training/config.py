@@ -223,7 +223,7 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
     given = {k: getattr(config, k) for k in ("num_recycles", "max_msa", "max_extra_msa")}
     model = replace(model, **{k: v for k, v in given.items() if v is not None})
     if config.axial > 1 and of_complexes:
-        raise UserError(f"axial={config.axial}: {name} is of complexes, which one rank folds; use --axial 1")
+        raise UserError(f"axial={config.axial}: {name} is of complexes, which train on whole chains; use --axial 1")
     for rows in ("max_msa", "max_extra_msa"):
         if config.axial > getattr(model, rows):
             raise UserError(

@@ -220,7 +220,7 @@ def test_a_search_that_fails_is_an_error_and_can_be_asked_again(tmp_path: Path) 
         assert failed["status"] == "ERROR"
         assert "Fatal: out of luck" in failed["message"]
         assert server.ended(server.submit(CRAMBIN))["status"] == "COMPLETE"
-        Path(server.tickets.databases.uniref[0].tool.program).write_text(  # type: ignore[attr-defined]
+        Path(server.tickets.databases.uniref[0].tool.program).write_text(
             (tmp_path / "jackhmmer").read_text().replace("WWWW", "nothing")
         )
         again = server.ended(server.submit(bad, CRAMBIN))
@@ -321,7 +321,7 @@ def start(folder: Path, paths: list[Path], *more: str) -> tuple[subprocess.Popen
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("serving alignments at "), (folder / "log").read_text()
-    return process, Running(line.split()[-1].rstrip("/"), None)  # type: ignore[arg-type]
+    return process, Running(line.split()[-1].rstrip("/"), None)
 
 
 def test_a_killed_server_goes_on_with_what_it_had_promised(tmp_path: Path) -> None:

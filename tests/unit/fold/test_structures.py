@@ -69,7 +69,8 @@ def test_the_mmcif_has_what_viewers_colour_by(tmp_path: Path) -> None:
     folded = _folded()
     write_mmcif(tmp_path / "a.cif", folded, "a", "title")
     read = MMCIF2Dict(str(tmp_path / "a.cif"))
-    assert read["_ma_qa_metric_local.metric_value"] == [f"{value:.2f}" for value in folded.plddt]
+    with_atoms = [f"{value:.2f}" for value, letter in zip(folded.plddt, SEQUENCE, strict=True) if letter != "X"]
+    assert read["_ma_qa_metric_local.metric_value"] == with_atoms
     assert read["_ma_qa_metric_global.metric_value"] == [f"{folded.mean_plddt:.2f}"]
     assert read["_entity_poly.pdbx_seq_one_letter_code_can"] == [SEQUENCE]
     assert read["_entity_poly.pdbx_seq_one_letter_code"] == [SEQUENCE.replace("X", "(UNK)")]
@@ -153,7 +154,8 @@ def test_modelcif_and_gemmi_read_it(tmp_path: Path) -> None:
     assert len(model._atoms) == int(found.mask.sum())
     of_residues = [metric.value for metric in model.qa_metrics if hasattr(metric, "residue")]
     (whole,) = (metric.value for metric in model.qa_metrics if not hasattr(metric, "residue"))
-    np.testing.assert_allclose([whole, *of_residues], [found.mean_plddt, *found.plddt], atol=0.006)
+    with_atoms = found.plddt[found.mask.any(1)]
+    np.testing.assert_allclose([whole, *of_residues], [found.mean_plddt, *with_atoms], atol=0.006)
     assert [(type(step).__name__, step.software[0].name) for step in system.protocols[0].steps] == [
         ("ModelingStep", "Megalith")
     ]
