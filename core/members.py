@@ -81,7 +81,8 @@ class Generation:
     members  in the order of their ranks and rows; the first one leads
     holders  those of them that have the run's state; none: the first begins, from a checkpoint or its seed
     step     that is taken first
-    known    replicas that had ever come when this was written
+    known    replicas that had ever come when this was written, but for those of which no sign was seen yet: they are
+             no members, and wait for the next generation
     """
 
     number: int
@@ -375,16 +376,21 @@ class Members:
         """The next generation as this replica would write it; None where it is for others to do."""
         own, known = self.generation, self._registered()
         lost = self._lost | self._gone_by_themselves(known)
-        there = [m for m in known if m not in lost and (m == self.id or (m, 0) in self._signs)]
+        there = [m for m in known if m not in lost and self._seen(m)]
+        num_known = len(there) + len(lost & {*known})
         if own is None:  # one that comes new writes the first, or the next where all members are lost
             if latest is not None and not lost.issuperset(latest.members):
                 return None
             number = 1 if latest is None else latest.number + 1
-            return Generation(number, tuple(there[:most]), (), 0, len(known))
+            return Generation(number, tuple(there[:most]), (), 0, num_known)
         holders = own.members if self._settled == own.number else own.holders
         kept = [m for m in own.members if m in there and m in holders]
         others = [m for m in there if m not in kept]
-        return Generation(own.number + 1, tuple((kept + others)[:most]), tuple(kept), step, len(known))
+        return Generation(own.number + 1, tuple((kept + others)[:most]), tuple(kept), step, num_known)
+
+    def _seen(self, member: int) -> bool:
+        """Whether it has given a sign of life."""
+        return member == self.id or (member, 0) in self._signs
 
     def _tell_of_want(self, wanted: Generation) -> None:
         there, own = len(wanted.members), self.generation

@@ -130,3 +130,25 @@ def test_a_replica_that_joins_has_no_state_before_its_generation_has_begun() -> 
     assert [(one.members, one.holders) for one in found] == [((1, 2), (1,))] * 2
     for members in (second, third):
         members.leave()
+
+
+def test_a_replica_that_comes_while_a_generation_is_written_is_in_the_one_after() -> None:
+    """It has registered, and the one that writes has not seen a sign of it yet."""
+    kept = store()
+    first, second = (Members(f"localhost:{kept.port}", 0, 1, least=1, lost_after=30.0) for _ in range(2))
+    record = {"out": "/run", "version": "1", "ranks": 1, "options": {}}
+    first.join(record)
+    second.join(record)
+    seen = first._seen
+    try:
+        first._seen = lambda member: member != second.id and seen(member)
+        found = first.regroup(0, 9)
+        assert found is not None
+        assert found.members == (0,)
+        first._seen = seen
+        with first.working("setup", times=False):
+            first.arrive()
+            assert first.vote() == "regroup"
+    finally:
+        for members in (first, second):
+            members.leave()

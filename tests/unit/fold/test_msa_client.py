@@ -214,7 +214,8 @@ def test_answers_that_are_none(answer: Answer, message: str, tmp_path: Path) -> 
             asked.alignment(record)
         assert not isinstance(caught.value, GivenUp)
         assert not asked.kept(record).exists()
-    assert not list(tmp_path.parent.rglob("uniref.a3m"))
+    assert not list(tmp_path.rglob("uniref.a3m"))
+    assert not (tmp_path.parent / "uniref.a3m").exists()
 
 
 @pytest.mark.parametrize(
