@@ -1,4 +1,4 @@
-"""An mmCIF file beside the dictionaries of its format, by gemmi: `python -m tests.support.dictionaries FILE.cif DIC...`.
+"""An mmCIF file beside its format's dictionaries, by gemmi: `python -m tests.support.dictionaries FILE.cif DIC...`.
 
 The dictionaries count as one: PDBx's is mmcif_pdbx_v50.dic of github.com/wwpdb-dictionaries/mmcif_pdbx, ModelCIF's part
 mmcif_ma_ext.dic of github.com/ihmwg/ModelCIF; neither comes with a package of Python's. The exit code is 1 where the
