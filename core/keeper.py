@@ -1,6 +1,6 @@
 """A keeper: a small process that holds copies of ranks' state in this machine's memory, and outlives the ranks.
 
-    python -m core.keeper HOST:PORT      of the run's store; it says the port at which it listens itself
+    python -m core.keeper HOST:PORT OWN      of the run's store; it says the port at which it listens at its OWN address
 
 A copy is bytes, which the keeper does not look into, with a rank, a step and a generation of replicas. Of each rank it
 holds two: the last that is whole, and the one that comes in or came last. When the next begins to come in, the older
@@ -115,12 +115,10 @@ class _Copies:
             copies.append((head, body))
 
 
-def serve(store: tuple[str, int]) -> None:
-    """Be a keeper."""
+def serve(store: tuple[str, int], own: str) -> None:
+    """Be a keeper.  own: the address at which it listens, and at no other: it asks nobody for a key."""
     copies = _Copies()
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+    listening = socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET)
     print(listening.getsockname()[1], flush=True)
 
     def accept() -> None:
@@ -149,11 +147,13 @@ def _listens(store: tuple[str, int]) -> bool:
 
 
 def start_keeper(store: tuple[str, int]) -> tuple[str, int]:
-    """Start a keeper on this machine.  Returns its address, for all that reach the store: raises OSError otherwise."""
+    """Start a keeper on this machine.  Returns its address, for all that reach the store: raises OSError otherwise.
+
+    It listens where this machine reaches the store: on the loopback where the store is here."""
     host, port = store
     with socket.create_connection(store, timeout=ANSWER_S) as known:
         own = known.getsockname()[0]
-    command = [sys.executable, "-m", "core.keeper", f"{host}:{port}"]
+    command = [sys.executable, "-m", "core.keeper", f"{host}:{port}", own]
     process = subprocess.Popen(
         command,
         start_new_session=True,
@@ -206,4 +206,4 @@ class Keeper:
 
 if __name__ == "__main__":
     where, _, number = sys.argv[1].rpartition(":")
-    serve((where, int(number)))
+    serve((where, int(number)), sys.argv[2])

@@ -48,6 +48,13 @@ def test_a_copy_that_has_not_come_whole_is_none(address: tuple[str, int]) -> Non
     assert keeper.held() == [copy(0, 4)]
 
 
+def test_a_keeper_of_a_store_of_this_machine_is_reached_from_this_machine_alone(address: tuple[str, int]) -> None:
+    host, port = address
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):  # as at any other address of this machine
+        socket.create_connection(("127.0.0.2", port), timeout=10.0)
+
+
 def test_one_that_is_told_to_end_is_gone(address: tuple[str, int]) -> None:
     Keeper(*address).end()
     begin = time.monotonic()
