@@ -197,6 +197,15 @@ class Feedback(ABC):
         return replace(own, shape=(ranks, *own.shape), mesh=self.mesh, cuts=cuts)
 
 
+def gathered(own: Tensor, axis: DeviceMesh) -> Tensor:
+    """[n] of this rank -> [ranks, n]."""
+    if axis.size() == 1:
+        return own.unsqueeze(0)
+    whole = own.new_empty(axis.size(), len(own))
+    dist.all_gather_into_tensor(whole.view(-1), own, group=axis.get_group())
+    return whole
+
+
 def sum_together(tensors: Sequence[Tensor], axis: DeviceMesh) -> None:
     """All-reduce tensors, in place, in one message."""
     if axis.size() == 1 or not any(t.numel() for t in tensors):

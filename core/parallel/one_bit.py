@@ -42,9 +42,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.comm.block_code import pack_bits, unpack_bits
 from core.layout import Layout, largest_share, tag
 from core.mesh import gradient_axes, joined_axis
-from core.parallel.feedback import Feedback, sum_together
+from core.parallel.feedback import Feedback, gathered, sum_together
 from core.parallel.rows import own_rows, paired_rows, row_length
 from core.placement.table import Table
 
@@ -194,7 +195,7 @@ class InSigns(Feedback):
             for slot, rows in paired_rows(self._slots(signs, name, c, offsets), sign):
                 slot.copy_(rows)
             c.sub_(_signed(sign, mean)).mul_(self.moves[name])
-        to_serve, of_workers = unpacked(self._exchanged(packed(signs))), self._of_all(means)
+        to_serve, of_workers = _signs(self._exchanged(_bits(signs))), gathered(means, self.axis)
         own_signs, own_means = torch.zeros(1, total, dtype=torch.bool, device=self.device), []
         left = dict(self.server_errors)
         for index, name in enumerate(names):
@@ -207,7 +208,8 @@ class InSigns(Feedback):
             own_means.append(_mean(d, moves))
             own_signs[0, at] = sign.view(-1)
             left[name] = d.sub_(_signed(sign, own_means[-1])).mul_(moves)
-        all_signs, of_servers = unpacked(self._of_all(packed(own_signs)[0])), self._of_all(torch.stack(own_means))
+        all_signs = _signs(gathered(_bits(own_signs)[0], self.axis))
+        of_servers = gathered(torch.stack(own_means), self.axis)
         found = {}
         for index, (name, c) in enumerate(given.items()):
             found[name] = torch.empty_like(c)
@@ -228,14 +230,6 @@ class InSigns(Feedback):
         found = torch.empty_like(own)
         dist.all_to_all_single(found, own, group=self.axis.get_group())
         return found
-
-    def _of_all(self, own: Tensor) -> Tensor:
-        """[n] -> [ranks, n]."""
-        if self.axis.size() == 1:
-            return own.unsqueeze(0)
-        whole = own.new_empty(self.axis.size(), len(own))
-        dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
-        return whole
 
     def commit(self) -> None:
         momenta, left = self._next
@@ -352,17 +346,15 @@ def _mean(c: Tensor, moves: Tensor) -> Tensor:
     return c.abs().sum() / moves.sum().clamp(min=1)
 
 
+def _bits(signs: Tensor) -> Tensor:
+    """[rows, 8 n] of truth values -> [rows, n] of bytes."""
+    return pack_bits(signs.view(torch.uint8), 1)
+
+
+def _signs(of_bytes: Tensor) -> Tensor:
+    """[rows, n] of bytes -> [rows, 8 n] of truth values."""
+    return unpack_bits(of_bytes, 1).bool()
+
+
 def _signed(is_positive: Tensor, mean: Tensor) -> Tensor:
     return torch.where(is_positive, mean, -mean)
-
-
-def packed(bits: Tensor) -> Tensor:
-    """[rows, 8 n] of truth values -> [rows, n] of bytes."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
-    return (bits.view(len(bits), -1, 8) * weights).sum(-1, dtype=torch.uint8)
-
-
-def unpacked(of_bytes: Tensor) -> Tensor:
-    """[rows, n] of bytes -> [rows, 8 n] of truth values."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=of_bytes.device)
-    return (of_bytes.unsqueeze(-1) & weights).ne(0).view(len(of_bytes), -1)

@@ -16,10 +16,9 @@ import hashlib
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from core.parallel.feedback import Feedback, sum_together
+from core.parallel.feedback import Feedback, gathered, sum_together
 
 PLACE_BYTES = 4
 
@@ -43,7 +42,8 @@ class TopK(Sparse):
         flat = {name: c.view(-1) for name, c in given.items()}
         places = {n: c.abs().topk(num_kept(len(c), self.density), sorted=False).indices for n, c in flat.items()}
         values = torch.cat([flat[name][at] for name, at in places.items()])
-        whole_values, whole_places = self._of_all(values), self._of_all(torch.cat([*places.values()]).int())
+        whole_values = gathered(values, self.axis)
+        whole_places = gathered(torch.cat([*places.values()]).int(), self.axis)
         found = {name: torch.zeros_like(c) for name, c in flat.items()}
         lengths = [len(at) for at in places.values()]
         for of_rank, at_rank in zip(whole_values, whole_places, strict=True):
@@ -52,14 +52,6 @@ class TopK(Sparse):
         for name, at in places.items():
             flat[name][at] = 0
         return {name: total.view_as(given[name]) for name, total in found.items()}
-
-    def _of_all(self, own: Tensor) -> Tensor:
-        """[n] of this rank -> [ranks, n]."""
-        if self.axis.size() == 1:
-            return own.unsqueeze(0)
-        whole = own.new_empty(self.axis.size(), len(own))
-        dist.all_gather_into_tensor(whole.view(-1), own, group=self.axis.get_group())
-        return whole
 
 
 class RandomK(Sparse):

@@ -12,6 +12,7 @@ A storage that is written into after it was saved is an error in the backward, a
 `core.parallel.offload`, `core.parallel.encoded`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ LEAST_BYTES = 1024
 """A smaller tensor is not worth a copy of its own."""
 
 
-class Stored:
+class Stored(ABC):
     """The values of a storage, first as they are in `flat`: [elements].
 
     least  elements of which there are fewer than in any activation: means, deviations, sums of a softmax
@@ -61,21 +62,25 @@ class Stored:
         if self.flat is not None and self.flat._version != self.version:
             self._written = True
 
+    @abstractmethod
     def restored(self) -> Tensor:
         """The values out of their other form."""
-        raise NotImplementedError
 
     def saved(self) -> None:
         """The block has just saved it for the first time."""
+        return
 
     def block_ended(self) -> None:
         """The forward of the block that saved it is over."""
+        return
 
     def next_ended(self) -> None:
         """So is that of the next one that stores anything."""
+        return
 
     def comes_next(self) -> None:
         """Its values will be asked for soon."""
+        return
 
 
 class _View(NamedTuple):

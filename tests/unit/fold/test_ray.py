@@ -11,14 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.unit.fold.test_search import CRAMBIN, ROOT, UBIQUITIN, _database, _runs, _wait_until
-
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray; pip install 'megalith[ray]'")
 
 # Of shard N it does not end while there is a file hold-N, and finds one row.
 _PROGRAM = """#!/bin/sh
