@@ -4,14 +4,12 @@
     shards.py         what PyTorch's Distributed Checkpoint (DCP) is told: this rank's box of each tensor, written once
     tensor_file.py    a rank's file of tensors, each with a checksum
     stored.py         a complete checkpoint on disk: its files, reading it, refusing what is foreign or damaged
-    rng.py            the state of every random generator of this process, as data
 
 What a caller hands over is `name -> tensor`; `core.layout` says which box of the whole each rank's tensor is. Which
 form of parallelism cut it, this package does not know.
 """
 
 from core.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from core.checkpoint.rng import rng_state, rng_text, set_rng_state, set_rng_text
 from core.checkpoint.shards import staged_bytes
 from core.checkpoint.stored import (
     Stored,
@@ -35,9 +33,5 @@ __all__ = [
     "inspect",
     "iterate_full",
     "read_full",
-    "rng_state",
-    "rng_text",
-    "set_rng_state",
-    "set_rng_text",
     "staged_bytes",
 ]

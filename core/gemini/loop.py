@@ -20,7 +20,7 @@ for step in range(first, steps):
     gemini.commit(step + 1)
 """
 
-import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +49,7 @@ from core.optim.home import WholeMatrixOptimizer
 from core.optim.sharded import ShardedOptimizer
 from core.parallel.rows import own_rows
 from core.precision import Precision
+from core.rng import rng_text, set_rng_text
 from core.runtime import join
 
 RUN = "core.gemini.wrap"
@@ -115,7 +116,7 @@ class Gemini:
         return whole
 
     def resume(self) -> tuple[int, dict[str, Any]]:
-        """Take over the last step that the disk has of every rank, with torch's random state as it was then.
+        """Take over the last step that the disk has of every rank, with the state of random generators as it was then.
 
         Returns the number of steps that it has taken and what `commit` was given beside it; (0, {}) where the disk has
         none. Before the first step. A collective.  Raises UserError where the folder is of a run of another kind, or of
@@ -132,7 +133,7 @@ class Gemini:
         with durable.loading(), torch.no_grad():
             values, blob = durable.restore(step)
             self.parallel.publish()
-        _set_random_state(blob)
+        set_rng_text(json.loads(blob))
         return step, values
 
     def commit(self, step: int, values: Mapping[str, Any] | None = None) -> None:
@@ -150,7 +151,7 @@ class Gemini:
                 "step, or give another folder"
             )
         self._has_resumed = True
-        durable.commit(step, RUN, dict(values or {}), _random_state(self.parallel.device))
+        durable.commit(step, RUN, dict(values or {}), json.dumps(rng_text()).encode())
 
     def close(self) -> None:
         """Let others have the folder on the disk; what is durable stays there. The model can be used no more."""
@@ -279,22 +280,6 @@ def _refuse_state(state_dict: Any) -> None:
     raise UserError(
         "gemini.wrap: with disk= the optimizer's state lies on the disk; load it before wrap, or resume from the disk"
     )
-
-
-def _random_state(device: torch.device) -> bytes:
-    found = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    written = io.BytesIO()
-    torch.save(found, written)
-    return written.getvalue()
-
-
-def _set_random_state(blob: bytes) -> None:
-    found = torch.load(io.BytesIO(blob), weights_only=True)
-    torch.set_rng_state(found["cpu"])
-    if "cuda" in found and torch.cuda.is_available():
-        torch.cuda.set_rng_state(found["cuda"])
 
 
 def _put(optimizer: torch.optim.Optimizer, found: dict[Tensor, Tensor]) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.checkpoint import Checkpointer, rng_text, set_rng_text
+from core.checkpoint import Checkpointer
 from core.config import UserError, as_json
 from core.data import Batches, Prefetch, rows_of_step, some_rows
 from core.data.batches import rows_of_rank
@@ -48,6 +48,7 @@ from core.metrics import Progress, RunLog, read_metrics
 from core.nn.moe import MoE
 from core.parallel.data import in_buckets
 from core.parallel.parallel_model import ParallelModel, Sample
+from core.rng import rng_text, set_rng_text
 from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, gloo_group
 from core.train.buddies import Buddies, check_buddies, pieces

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.checkpoint import Checkpointer, decode_rank_values, encode_rank_values, rng_state, set_rng_state
+from core.checkpoint import Checkpointer, decode_rank_values, encode_rank_values
 from core.config import UserError
 from core.mesh import GRID_AXES, axis_size, data_axis, group_of_ranks, stage_axis
 from core.nn.moe import MoE, take_load
@@ -25,6 +25,7 @@ from core.parallel.one_bit import InSigns
 from core.parallel.parallel_model import ParallelModel, Work
 from core.parallel.pipeline.schedule import SCHEDULES, ScheduleName
 from core.precision import LossScale
+from core.rng import rng_state, set_rng_state
 from core.runtime import agreed
 from core.train.config import TrainConfig
 from core.train.curvature import Curvature

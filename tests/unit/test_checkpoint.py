@@ -17,21 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import SavePlan
 
-from core.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
-    complete_steps,
-    inspect,
-    iterate_full,
-    read_full,
-    rng_state,
-    set_rng_state,
-)
+from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps, inspect, iterate_full, read_full
 from core.checkpoint import checkpointer as checkpointer_module
 from core.checkpoint.shards import Shard, item_bytes, staged_bytes, write_once
 from core.config import UserError
 from core.layout import Layout, tag
 from core.mesh import MeshConfig, MeshShape, build_mesh, host_group
+from core.rng import rng_state, set_rng_state
 from tests.support.checkpoints import edit_json, flipped, flips, sign_again, without_checksums
 
 
