@@ -24,15 +24,15 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from core.config import UserError, size_in_bytes
 from core.parallel.encoded import Compressed
 from core.parallel.offload import Offloaded
-from core.parallel.pipeline.recompute import checkpoint_once
+from core.parallel.pipeline.recompute import Contexts, checkpoint_once
 from core.parallel.plan import RECOMPUTED, block_lists, blocks_of
 from core.parallel.recompute_chain import RecomputedChain
-from core.parallel.results import PRODUCTS
+from core.parallel.results import PRODUCTS, KeptResults
 from core.parallel.stored import StoredBlocks
 from core.trace.segments import NAMED, Segments, check_segments, size_of
 
@@ -133,7 +133,7 @@ def apply_recompute(
         chosen = blocks_of(model)[:: config.every]
         return Offloaded(chosen) if config.mode == "offload" else Compressed(chosen, config.bits)
     if config.mode == "selective":
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _keep_matrix_products))
+        again = partial(again, context_fn=_products_kept)
     for block in blocks_of(model)[:: config.every]:
         setattr(block, RECOMPUTED, block.forward)
         block.forward = partial(again, partial(_forward, block))
@@ -144,5 +144,7 @@ def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return getattr(block, RECOMPUTED)(*args, **kwargs)
 
 
-def _keep_matrix_products(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator.name() in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def _products_kept() -> Contexts:
+    """torch's own contexts raise where a product is written into, as a ReLU in place does."""
+    products = KeptResults(PRODUCTS)
+    return products.keep_all(), products.hand_out()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
-from core.parallel.pipeline.recompute import Places, Surroundings
+from core.parallel.pipeline.recompute import Places, Surroundings, check_given, versions_of
 from core.parallel.plan import RECOMPUTED, blocks_of
 from core.parallel.results import OPERATORS, KeptResults
 from core.trace.segments import Lean, Results, Segments, first_blocks, size_of
@@ -120,6 +120,17 @@ class _Link(NamedTuple):
     trained: bool
 
 
+class _Output(NamedTuple):
+    """A tensor that a block hands on, as it was then."""
+
+    place: int
+    tensor: ref[Tensor]
+    version: int
+
+    def is_still(self, leaf: Tensor) -> bool:
+        return self.tensor() is leaf and leaf._version == self.version
+
+
 class _Held(NamedTuple):
     """In the place of an argument: a tensor without its graph, which would hold what is to go."""
 
@@ -152,8 +163,8 @@ class _Record:
         self._given = {id(leaf): place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         for leaf in leaves:
             found = handed.get(id(leaf)) if isinstance(leaf, Tensor) else None
-            if found is not None and found[1]() is leaf:
-                self._leaves.append(_Link(found[0], leaf.requires_grad))
+            if found is not None and found.is_still(leaf):
+                self._leaves.append(_Link(found.place, leaf.requires_grad))
                 self.linked.append(leaf)
             elif isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
                 self._leaves.append(_Held(leaf.detach(), True))
@@ -164,7 +175,9 @@ class _Record:
         self.inputs: list[Tensor] | None = None
         self.segment: Segments | None = None
         self.results: KeptResults | None = None
-        self.outputs: dict[int, tuple[int, ref[Tensor]]] = {}
+        self.outputs: dict[int, _Output] = {}
+        self._versions = [versions_of([leaf])[0] if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+        self._input_versions: list[int] = []
         self.around = Surroundings(tuple(leaf for leaf in leaves if isinstance(leaf, Tensor)))
         self._places: ref[Places] | None = None
 
@@ -182,6 +195,7 @@ class _Record:
     def begin(self, segment: Segments, inputs: Sequence[Tensor]) -> None:
         """Keep the input, and by which segment to go on from it."""
         self.segment, self.inputs = segment, [x.detach() for x in inputs]
+        self._input_versions = versions_of(self.inputs)
 
     @contextmanager
     def keeping(
@@ -204,7 +218,7 @@ class _Record:
                 continue
             given = self._given.get(id(leaf))
             if given is None:
-                self.outputs[id(leaf)] = place, ref(leaf)
+                self.outputs[id(leaf)] = _Output(place, ref(leaf), leaf._version)
             elif isinstance(link := self._leaves[given], _Link):
                 self._hold(given, link, leaf)
         self._given = {}
@@ -216,11 +230,18 @@ class _Record:
         self.linked.pop(place)
         if self.inputs is not None:
             self.inputs.pop(place)
+            self._input_versions.pop(place)
         if not self._links:
             self.before = None
 
     def handed_on(self, outputs: Any) -> list[Tensor]:
         return [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and id(x) in self.outputs]
+
+    def kept_inputs(self) -> list[Tensor]:
+        """Those that the segment that begins with it has kept.  Raises RuntimeError where they are others by now."""
+        inputs = self.inputs or []
+        check_given(inputs, self._input_versions)
+        return inputs
 
     def is_ready(self) -> bool:
         """Whether it can run without the block before it."""
@@ -251,10 +272,12 @@ class _Record:
         results, self.results = self.results, None
         with nullcontext() if results is None else results.hand_out():
             outputs = places.fill(partial(self._call, inputs), self.around, to_the_end=to_the_end)
-        self.inputs = None
+        self.inputs, self._input_versions = None, []
         return self._detached(outputs)
 
     def _call(self, inputs: Sequence[Tensor]) -> Any:
+        held = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor | _Held)]
+        check_given(self.held, [self._versions[k] for k in held])
         given = iter(inputs)
         leaves = []
         for leaf in self._leaves:
@@ -283,7 +306,7 @@ def _never(packed: Any) -> Any:
 def _run_again(path: Sequence[_Record]) -> None:
     """Run the blocks of a path from the first one's input on, until the last one has what its backward needs."""
     first = path[0]
-    segments, inputs = first.segment, first.inputs or []
+    segments, inputs = first.segment, first.kept_inputs()
     index = 0
     for item in first_blocks(segments or (), len(path)):
         size = size_of(item)

@@ -7,12 +7,12 @@ The first run keeps them, in their order, and the one in the backward is handed 
 - A result behind which the block saves nothing for its backward but what it was made of is not kept: nothing is made of
   it in the second run, which mostly ends before it (the last product of a transformer's block). Where it does not
   (functions of our own save when they are done: core.kernels.matmul on a CPU), it is computed again.
-- One that the model has changed in place since is computed again, and so is attention that draws a dropout: what draws
-  behind it has to find the generator where it was.
+- One that is written into (a ReLU in place, a sum in place) is computed again, and is let go when the block has run;
+  so is attention that draws a dropout: what draws behind it has to find the generator where it was.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -46,9 +46,15 @@ OPERATORS: dict[Results, frozenset[str]] = {
 
 
 class _Result(NamedTuple):
+    """value: None where it is computed again"""
+
     operator: str
-    value: Any
-    versions: list[int]
+    value: Any = None
+    versions: Sequence[int] = ()
+
+    @property
+    def is_as_it_was(self) -> bool:
+        return _versions(self.value) == list(self.versions)
 
 
 class KeptResults:
@@ -65,15 +71,22 @@ class KeptResults:
 
     @property
     def kept(self) -> set[str]:
-        return {result.operator for result in self._kept}
+        return {result.operator for result in self._kept if result.value is not None}
 
     @contextmanager
     def keep(self) -> Iterator[None]:
-        """Around the run that makes them."""
-        with _Keeping(self):
+        """Around the run that makes them, whose tensors for the backward are saved by way of `before`."""
+        with self.keep_all():
             yield
         while len(self._kept) > self._needed:
             self._kept.pop()
+
+    @contextmanager
+    def keep_all(self) -> Iterator[None]:
+        """The same of a run that nobody asks what it saves."""
+        with _Keeping(self):
+            yield
+        self._kept = deque(result if result.is_as_it_was else _Result(result.operator) for result in self._kept)
 
     def before(self, save: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """The hook of a tensor that is saved for the backward: what there is by then will be needed."""
@@ -101,7 +114,7 @@ class KeptResults:
             return None
         found = self._kept.popleft()
         assert found.operator == operator, f"a block computes {operator} when it runs again, and kept {found.operator}"
-        return found.value if _versions(found.value) == found.versions else None
+        return found.value if found.is_as_it_was else None
 
     def concerns(self, operator: Any, args: Any, kwargs: Any) -> bool:
         return operator.name() in self.operators and not _draws(operator, args, kwargs)

@@ -156,13 +156,17 @@ CASES = {
     "2-axial-gemini": (2, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
     "4-axial-gemini": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), budget="200MB")),
     "4-axial": (4, Case(axial=4, recompute=RecomputeConfig("full"), dropout=True)),
+    "2-axial-selective": (2, Case(axial=2, recompute=RecomputeConfig("selective"), dropout=True)),
+    "2-axial-offload": (2, Case(1, axial=2, recompute=RecomputeConfig("offload"), dropout=True)),
+    "2-axial-compressed": (2, Case(2, axial=2, recompute=RecomputeConfig("compressed"), dropout=True)),
+    "2-zero3-offload": (2, Case(3, recompute=RecomputeConfig("offload"), templates=True)),
 }
 FACTORS = {
     name: {
         "zero": case.zero,
         "hybrid": case.mesh == HYBRID,
         "accumulated": case.microbatch is not None,
-        "recomputed": case.recompute.mode,
+        "recomputed": "none" if case.recompute.stored else case.recompute.mode,
         "templates": case.templates,
         "dropout": case.dropout,
         "complexes": case.complexes,

@@ -9,7 +9,7 @@ a block holds what the gradients of its weights are made from, and nothing of it
 As torch's, it draws again what was drawn, and a backward that asks twice for the same tensor is an error.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
@@ -20,6 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from core.compat import current_node
+from core.trace.tracer import tensors_in
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around the forward, and around the same when it runs again."""
@@ -46,15 +47,30 @@ def checkpoint_once(
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     context, context_again = context_fn()
-    around = Surroundings(args)
+    around, versions = Surroundings(args), versions_of(tensors_in((args, kwargs)))
 
     def again() -> Any:
+        check_given(tensors_in((args, kwargs)), versions)
         with context_again:
             return forward(*args, **kwargs)
 
     places = Places(lambda places: places.fill(again, around))
     with saved_tensors_hooks(places.leave, places.take), context:
         return forward(*args, **kwargs)
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each has been written into."""
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def check_given(tensors: Iterable[Tensor], versions: Sequence[int]) -> None:
+    """Raises RuntimeError where what a block was given has been written into since it had these versions."""
+    if versions_of(tensors) != list(versions):
+        raise RuntimeError(
+            "a block's input has been written into since, and the block cannot be computed again: clone it before, or "
+            "use --recompute.mode offload"
+        )
 
 
 class _Place:
