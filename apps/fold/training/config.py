@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from apps.fold.axial import AXIAL
+from apps.fold.axial import axial_plan
 from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
 from apps.fold.model.config import (
@@ -222,8 +222,6 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
         raise UserError(f"{name} takes no templates; leave out --data.templates, or use model_1 or model_2 (_ptm)")
     given = {k: getattr(config, k) for k in ("num_recycles", "max_msa", "max_extra_msa")}
     model = replace(model, **{k: v for k, v in given.items() if v is not None})
-    if config.axial > 1 and of_complexes:
-        raise UserError(f"axial={config.axial}: {name} is of complexes, which train on whole chains; use --axial 1")
     for rows in ("max_msa", "max_extra_msa"):
         if config.axial > getattr(model, rows):
             raise UserError(
@@ -235,7 +233,9 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
 
 def plan_of(config: FoldTrainConfig) -> Plan:
     """How the model is spread, beside data parallelism."""
-    return AXIAL if config.axial > 1 else {}
+    if config.axial == 1:
+        return {}
+    return axial_plan(config.recompute.every if config.recompute.mode == "full" else None)
 
 
 def check_combination(config: FoldTrainConfig) -> MeshConfig:
