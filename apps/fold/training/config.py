@@ -20,6 +20,7 @@ from apps.fold.model.config import (
 )
 from apps.fold.training.batches import BatchConfig
 from apps.fold.training.dataset import Selection
+from apps.fold.training.distillation import DistillConfig
 from apps.fold.weights.source import is_multimer
 from core.config import UserError
 from core.mesh import MeshConfig
@@ -83,6 +84,7 @@ class FoldTrainConfig(TrainConfig):
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("data.structures", "data.alignments", "data.templates", "data.validation", "data.crop", "data.global_batch"),
+        "distill.predictions",
         *(
             "model",
             "average",
@@ -97,6 +99,7 @@ class FoldTrainConfig(TrainConfig):
     debug_templates, demo_multimer or debug_multimer, which starts from --seed; or the weights to start from: npz, .pt,
     or a folder of `megalith fold convert` or of a run"""
     data: DataConfig = field(default_factory=DataConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learns: Literal["all", "confidence"] = "all"
     """what of the model; confidence: the heads of pLDDT and PAE alone, of weights by --model that stay as they are"""
@@ -129,6 +132,11 @@ class FoldTrainConfig(TrainConfig):
             raise UserError(
                 "learns=confidence teaches the confidence heads of given weights, and "
                 f"model={self.model} has none; give --model FILE or FOLDER"
+            )
+        if self.learns == "confidence" and self.distill.predictions is not None:
+            raise UserError(
+                f"learns=confidence with distill.predictions={self.distill.predictions}: confidence is learned from "
+                "experiments alone; leave out --distill.predictions"
             )
         for name in ("max_msa", "max_extra_msa"):
             value = getattr(self, name)
@@ -213,6 +221,11 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
         raise UserError(
             f"data.decoys={config.data.decoys}: the sequences of complexes are not shuffled, and {name} learns from "
             "complexes; leave out --data.decoys"
+        )
+    if of_complexes and config.distill.predictions is not None:
+        raise UserError(
+            f"distill.predictions={config.distill.predictions}: predictions are learned from as single chains, and "
+            f"{name} is of complexes; leave out --distill.predictions"
         )
     if model.templates is not None and config.data.templates is None and not of_complexes:
         raise UserError(
