@@ -22,8 +22,8 @@ inputs all ranks have whole, each rank finds all of it. What comes behind the sh
 every rank.
 
 `shard_evoformer(model, axis)` wraps a model so; it takes and returns what it did. With `apply_subbatches` before it the
-operations work in slices of what a rank has, in place where no gradient is recorded. `AXIAL` is the same as a plan,
-with which `core.compose` trains over the mesh's axis tp; axial_messages.py has what it sends.
+operations work in slices of what a rank has, in place where no gradient is recorded. `axial_plan` is the same as a
+plan, with which `core.compose` trains over the mesh's axis tp; axial_messages.py has what it sends.
 
 Shapes: B batch, S sequences, N residues, I of these on a rank, D = c_m, Z = c_z, C channels, H heads.
 """
@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from apps.fold.axial_messages import MESSAGES
+from apps.fold.axial_messages import messages
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.embedders import ExtraEmbedder, TemplatePairEmbedder
 from apps.fold.model.evoformer import EvoformerBlock
@@ -108,8 +108,16 @@ _PARTIAL = (
 )
 """Patterns of the parameters whose gradients are sums over the axis of what each rank finds."""
 
-AXIAL: Plan = {"": Style(partial=dict.fromkeys(_PARTIAL, (AXIS,)), messages=MESSAGES, wrap=_trained)}
-"""The plan of a model to be trained: `core.placement.style` of the whole."""
+
+def axial_plan(recomputed: int | None = None) -> Plan:
+    """The plan of a model to be trained: `core.placement.style` of the whole.
+
+    recomputed  one block of so many is computed again in the backward; None: none is
+    """
+    return {"": Style(partial=dict.fromkeys(_PARTIAL, (AXIS,)), messages=messages(recomputed), wrap=_trained)}
+
+
+AXIAL = axial_plan()
 
 
 @dataclass(frozen=True)

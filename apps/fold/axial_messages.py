@@ -7,17 +7,22 @@ blocks of a stack with D channels of s sequences, and of pairs with Z channels:
     exchanged   m there and back                 2 (s' / ranks) n' D
                 z there and back, twice          4 (n' / ranks) n' Z
 
+Where the outer product mean comes first (models of complexes) a factor is gathered by sequences, s' n C_outer, and the
+other exchanged, (s' / ranks) n' C_outer.
+
 In the backward what was gathered is reduced and scattered, and what was exchanged and used goes back. Beside the
 stacks: m is joined behind them, and so are the heads' rows and what points gathered; the gradients of queries, keys and
 values, whole on every rank, are summed. Alignments are of full size. Blocks that are computed again send what they sent
-once more; an iteration without gradients sends z from rank to rank, and factors in pieces, instead (`apps.fold.axial`).
+once more, but for m on its way back where that comes behind all that the backward asks for, in models of complexes; an
+iteration without gradients sends z from rank to rank, and factors in pieces, instead (`apps.fold.axial`).
 
 Cheng et al. 2022, FastFold, table 3.
 """
 
 from collections.abc import Iterator
 
-from apps.fold.model.config import EvoformerConfig, ModelConfig, PairConfig
+from apps.fold.model.config import EvoformerConfig, ModelConfig, MultimerConfig, PairConfig
+from core.parallel.plan import blocks_of
 from core.placement.style import Message, Messages, Site
 
 
@@ -48,21 +53,59 @@ def _pair_stack(site: Site, config: PairConfig, dim: int) -> tuple[int, int]:
 
 def _stack(site: Site, config: EvoformerConfig, dim: int, rows: int) -> tuple[int, int]:
     """The same of a block."""
-    length = _whole(site, site.length)
     gathered, exchanged = _pair_stack(site, config.pair, _config(site).pair_dim)
-    gathered += _pairs(site) * config.msa_heads + site.batch * rows * length * config.outer_dim
-    return gathered, exchanged + 2 * site.batch * _whole(site, rows) * length // site.size() * dim
+    gathered += _biases(site, config)
+    if _outer_first(site):
+        gathered += site.batch * _whole(site, rows) * site.length * config.outer_dim
+        exchanged += _switched(site, rows, config.outer_dim)
+    else:
+        gathered += site.batch * rows * _whole(site, site.length) * config.outer_dim
+    return gathered, exchanged + 2 * _switched(site, rows, dim)
+
+
+def _outer_first(site: Site) -> bool:
+    return isinstance(_config(site), MultimerConfig)
+
+
+def _biases(site: Site, config: EvoformerConfig) -> int:
+    """Elements that the row attention of a block gathers."""
+    return _pairs(site) * config.msa_heads
+
+
+def _switched(site: Site, rows: int, dim: int) -> int:
+    """Elements of a switch of so many sequences."""
+    return site.batch * _whole(site, rows) * _whole(site, site.length) // site.size() * dim
+
+
+def _stacks(site: Site) -> tuple[tuple[EvoformerConfig, int, int], ...]:
+    """Of the extra MSA's stack and the Evoformer: its blocks, channels and sequences."""
+    model = _config(site)
+    return (model.extra, model.extra_dim, model.max_extra_msa), (model.evoformer, model.msa_dim, _shown(site))
 
 
 def _blocks(site: Site) -> Iterator[tuple[int, int]]:
     """What each stack's blocks gather and exchange, all together."""
     model = _config(site)
-    stacks = [(model.extra, model.extra_dim, model.max_extra_msa), (model.evoformer, model.msa_dim, _shown(site))]
-    for config, dim, rows in stacks:
+    for config, dim, rows in _stacks(site):
         gathered, exchanged = _stack(site, config, dim, rows)
         yield config.num_blocks * gathered, config.num_blocks * exchanged
     if (templates := model.templates) is not None:
         many = templates.num_blocks * model.max_templates
+        gathered, exchanged = _pair_stack(site, templates.pair, templates.dim)
+        yield many * gathered, many * exchanged
+
+
+def _again(site: Site, every: int) -> Iterator[tuple[int, int]]:
+    """The same of one block of so many, computed again in the backward."""
+    model, network = _config(site), site.module
+    chosen = set(blocks_of(network)[::every])
+    for (config, dim, rows), stack in zip(_stacks(site), (network.extra_blocks, network.blocks)):
+        gathered, exchanged = _stack(site, config, dim, rows)
+        exchanged -= _switched(site, rows, dim) if _outer_first(site) else 0
+        many = len(chosen.intersection(stack))
+        yield many * gathered, many * exchanged
+    if (templates := model.templates) is not None:
+        many = len(chosen.intersection(network.template_embedder.pairs.blocks)) * model.max_templates
         gathered, exchanged = _pair_stack(site, templates.pair, templates.dim)
         yield many * gathered, many * exchanged
 
@@ -77,10 +120,21 @@ def _exchanged(site: Site) -> int:
 
 
 def _returned(site: Site) -> int:
-    """The same in the backward: nothing reads the extra MSA that the last of its blocks sends back."""
+    """The same in the backward: nothing reads the extra MSA that the last of its blocks sends back.
+
+    Where the outer product mean comes first nothing reads what that block makes of the extra MSA.
+    """
     config = _config(site)
-    last = site.batch * _whole(site, config.max_extra_msa) * _whole(site, site.length) // site.size()
-    return _exchanged(site) - (last * config.extra_dim if config.extra.num_blocks else 0)
+    if not config.extra.num_blocks:
+        return _exchanged(site)
+    return _exchanged(site) - (1 + _outer_first(site)) * _switched(site, config.max_extra_msa, config.extra_dim)
+
+
+def _reduced(site: Site) -> int:
+    """What was gathered in the backward: but for that block's biases, where nothing reads what it makes."""
+    config = _config(site)
+    unread = _outer_first(site) and config.extra.num_blocks > 0
+    return _gathered(site) - (_biases(site, config.extra) if unread else 0)
 
 
 def _msa(site: Site) -> int:
@@ -112,17 +166,29 @@ def _points(site: Site) -> int:
     return site.batch * site.length * 3 * places
 
 
-MESSAGES = Messages(
-    forward=(
-        Message("all_gather", _gathered),
-        Message("all_gather", _joined),
-        Message("all_to_all", _exchanged),
-    ),
-    backward=(
-        Message("reduce_scatter", _gathered),
-        Message("all_gather", _msa),
-        Message("all_to_all", _returned),
-        Message("all_reduce", _scalars),
-        Message("all_reduce", _points, width="wide"),
-    ),
-)
+def messages(recomputed: int | None = None) -> Messages:
+    """The messages of a microbatch.
+
+    recomputed  one block of so many is computed again in the backward (`recompute.mode=full`); None: none is
+    """
+    again = ()
+    if recomputed is not None:
+        again = (
+            Message("all_gather", lambda site: sum(gathered for gathered, _ in _again(site, recomputed))),
+            Message("all_to_all", lambda site: sum(exchanged for _, exchanged in _again(site, recomputed))),
+        )
+    return Messages(
+        forward=(
+            Message("all_gather", _gathered),
+            Message("all_gather", _joined),
+            Message("all_to_all", _exchanged),
+        ),
+        backward=(
+            Message("reduce_scatter", _reduced),
+            Message("all_gather", _msa),
+            Message("all_to_all", _returned),
+            Message("all_reduce", _scalars),
+            Message("all_reduce", _points, width="wide"),
+            *again,
+        ),
+    )

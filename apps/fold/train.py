@@ -6,6 +6,8 @@ averaged weights as a folder that `fold predict --model` takes.
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +17,19 @@ from torch import nn
 from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.model.network import trainable
 from apps.fold.training import plan
-from apps.fold.training.batches import FoldBatches
+from apps.fold.training.batches import FoldBatches, Predictions
 from apps.fold.training.config import FoldTrainConfig, check_combination, model_config, plan_of
-from apps.fold.training.dataset import Dataset, beside, clusters_of, load, prepare, report_refused
+from apps.fold.training.dataset import (
+    Beside,
+    Dataset,
+    Selection,
+    beside,
+    clusters_of,
+    load,
+    prepare,
+    report_refused,
+)
+from apps.fold.training.distillation import LEAST, Confidence, prediction_files, reference_of, turns_of
 from apps.fold.training.initialise import fill, initialise
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
@@ -61,6 +73,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
         mesh = runtime.mesh(config.axial_mesh, config.zero)
         chains, heldout = _datasets(config, isinstance(model, MultimerConfig), runtime)
         clusters = None if config.data.clusters is None else clusters_of(chains, config.data.clusters)
+        predictions = None if config.distill.predictions is None else _predictions(config, runtime)
         run_folder.enter_context(open_run(config, runtime))
         with torch.device("meta"):
             network = trainable(model)
@@ -73,7 +86,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
         summary = fit(
             parallel,
             optimizer,
-            FoldBatches(chains, config.data, model, config.seed, clusters),
+            FoldBatches(chains, config.data, model, config.seed, clusters, predictions),
             Objective(config.loss, config.learns),
             config,
             runtime,
@@ -98,9 +111,44 @@ def _datasets(config: FoldTrainConfig, complexes: bool, runtime: Runtime) -> tup
     """The chains, or complexes, to learn from and those held out; the ranks share the reading."""
     data, selection = config.data, config.data.selection(complexes)
     assert data.structures is not None
-    cache = data.cache or config.out.parent / "chains"
     folders = [data.structures] + ([data.validation] if data.validation is not None else [])
-    there = beside(data.alignments, data.templates)
+    datasets = _read(folders, beside(data.alignments, data.templates), selection, _cache(config), runtime)
+    if runtime.leads:
+        chains = datasets[0].chains
+        alone = sum(chain.num_rows == 1 for chain in chains)
+        kind = "complexes" if complexes else "chains"
+        print(f"{len(chains)} {kind} to learn from, {alone} of them without an alignment")
+        if data.templates is not None:
+            print(f"{sum(chain.num_templates > 0 for chain in chains)} of them have templates")
+    return datasets[0], datasets[1] if data.validation is not None else None
+
+
+def _predictions(config: FoldTrainConfig, runtime: Runtime) -> Predictions:
+    """The predictions to learn from beside the chains."""
+    distill, cache = config.distill, _cache(config)
+    assert distill.predictions is not None
+    there, reference = beside(distill.alignments, config.data.templates), None
+    if distill.confidence == "divergence":
+        reference = reference_of(prediction_files(distill.predictions), cache, write=runtime.leads)
+        if runtime.world_size > 1:
+            dist.barrier()
+    least = LEAST[distill.confidence] if distill.least is None else distill.least
+    selection = replace(config.data.selection(False), confidence=Confidence(distill.confidence, least, reference))
+    (found,) = _read([distill.predictions], there, selection, cache, runtime)
+    if runtime.leads:
+        print(
+            f"{len(found)} predictions to learn from, in {distill.share:.4g} of the rows; targets are residues with a "
+            f"{distill.confidence} of {least:g} or more"
+        )
+    return Predictions(found, turns_of(distill.share), distill.max_rows)
+
+
+def _cache(config: FoldTrainConfig) -> Path:
+    return config.data.cache or config.out.parent / "chains"
+
+
+def _read(folders: list[Path], there: Beside, selection: Selection, cache: Path, runtime: Runtime) -> list[Dataset]:
+    """The datasets of these folders, whose reading the ranks share."""
     for folder in folders:
         prepare(folder, there, selection, cache, (runtime.rank, runtime.world_size))
     if runtime.world_size > 1:
@@ -109,13 +157,7 @@ def _datasets(config: FoldTrainConfig, complexes: bool, runtime: Runtime) -> tup
     if runtime.leads:
         for dataset in datasets:
             report_refused(dataset)
-        chains = datasets[0].chains
-        alone = sum(chain.num_rows == 1 for chain in chains)
-        kind = "complexes" if complexes else "chains"
-        print(f"{len(chains)} {kind} to learn from, {alone} of them without an alignment")
-        if data.templates is not None:
-            print(f"{sum(chain.num_templates > 0 for chain in chains)} of them have templates")
-    return datasets[0], datasets[1] if data.validation is not None else None
+    return datasets
 
 
 def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any]) -> None:

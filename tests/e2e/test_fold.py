@@ -646,6 +646,27 @@ def test_train_with_templates_and_fold_with_them(tmp_path: Path, capsys) -> None
     assert np.abs(plddt[0] - plddt[1]).max() > 1e-3, "the template was not read"
 
 
+def test_train_on_what_predict_wrote(tmp_path: Path, capsys) -> None:
+    """By pLDDT, and by the distances that --distogram leaves; a folder that lacks these is refused in a line."""
+    (tmp_path / "in.fasta").write_text(">mine\nTTCCPSIVARSNFNVCRLPG\n")
+    given = ("--no-plots", "--distogram", "--num-recycles", 0, "--out", tmp_path / "folded")
+    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *given)
+    assert code == 0, err
+    options = ("train", "--recipe", "debug", "--steps", 2, "--log.no-tensorboard", "--data.validation", None)
+    options += ("--distill.predictions", tmp_path / "folded", "--distill.least", 0)
+    for confidence in ("plddt", "divergence"):
+        by = ("--distill.confidence", confidence, "--out", tmp_path / confidence)
+        code, said, err = fold(capsys, *options, *by)
+        assert code == 0, err
+        assert "1 predictions to learn from, in 0.75 of the rows" in said
+    (tmp_path / "folded" / "mine" / "rank_1_distogram.npz").unlink()
+    code, _, err = fold(capsys, *options, "--distill.confidence", "divergence", "--out", tmp_path / "not")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "predict it with --distogram, or give --distill.confidence plddt" in err
+    assert not (tmp_path / "not").exists()
+
+
 def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -688,13 +709,15 @@ def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
         (("--recipe", "debug", "--axial", "25", "--nproc", "25"), "there are more ranks than rows of pairs"),
         (("--recipe", "debug", "--axial", "20", "--nproc", "20"), "axial=20 with max_msa=16: there are more ranks"),
         (("--recipe", "debug", "--axial", "2", "--nproc", "2", "--compile"), "axial=2 with compile"),
-        (("--recipe", "debug_complexes", "--axial", "2", "--nproc", "2"), "is of complexes"),
+        (("--recipe", "debug_complexes", "--axial", "9", "--max-msa", "8", "--nproc", "9"), "axial=9 with max_msa=8"),
         (("--recipe", "debug", "--model", "model_1"), "has templates"),
         (("--recipe", "debug", "--data.templates", "."), "takes no templates"),
         (("--recipe", "debug", "--model", "debug_templates", "--data.templates", "nowhere"), "no folder of templates"),
         (("--recipe", "debug", "--model", "modle"), "modle"),
         (("--recipe", "debug", "--average", "1.5"), "average=1.5"),
         (("--recipe", "debug", "--learns", "confidence"), "give --model"),
+        (("--recipe", "debug", "--distill.predictions", "nowhere"), "distill.predictions=nowhere: there is no such"),
+        (("--recipe", "debug", "--distill.share", "0.5"), "give --distill.predictions FOLDER"),
     ],
 )
 def test_train_refuses_in_one_line(tmp_path: Path, capsys, options: tuple[str, ...], said: str) -> None:

@@ -35,9 +35,8 @@ from core.comm.volume import count_volume
 from core.config import UserError
 from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import pieces, shard_of, switch, transpose_
-from core.placement.messages import Widths, microbatch_bytes
 from core.trace.account import MemoryAccount
-from tests.support.fold import one_block, random_features, random_parameters
+from tests.support.fold import one_block, random_features, random_parameters, sent_in_training
 from tests.support.training import removed
 
 
@@ -402,21 +401,14 @@ def test_what_travels(ranks) -> None:
     assert calls["broadcast"] == 2 * 2 * blocks
 
 
-def _sent(size: int, config: ModelConfig, residues: int) -> tuple[dict, dict]:
-    """Bytes of a forward with gradients and of its backward, counted, and by the closed forms."""
-    mesh = build_mesh(MeshConfig(tp=size).resolve(size), "cpu")
+def _sent(size: int, config: ModelConfig, residues: int, every: int | None = None) -> tuple[dict, dict]:
+    """Bytes of a forward with gradients and of its backward, counted, and by the closed forms.
+
+    every  one block of so many is computed again in the backward
+    """
     rows, extra, templates = config.max_msa, config.max_extra_msa, config.max_templates if config.templates else 0
     features = random_features(residues, rows=rows, extra=extra, templates=templates)
-    if not templates:
-        features = replace(features, templates=None)
-    model = _model(config).float()
-    expected = microbatch_bytes(model, AXIAL, mesh, 1, residues, Widths(4, 4))
-    shard_evoformer(model, mesh["tp"])
-    with count_volume(mesh) as volume:
-        found = model([features])
-        logits = [x for x in vars(found.logits).values() if x is not None]
-        torch.stack([(x**2).sum() for x in (found.positions_BN373, *logits)]).sum().backward()
-    return {key: n for key, n in volume.bytes.items() if n}, dict(expected)
+    return sent_in_training(size, _model(config), features if templates else replace(features, templates=None), every)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)])
@@ -424,4 +416,12 @@ def test_training_sends_what_the_closed_forms_say(ranks, size: int) -> None:
     """Of lengths that do not divide, with templates."""
     config = replace(one_block(templates=True), num_recycles=0, max_msa=5, max_extra_msa=7, max_templates=2)
     for counted, expected in ranks(size).run(_sent, size, config, 9):
+        assert counted == expected
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_blocks_that_are_computed_again_send_again(ranks, size: int, every: int) -> None:
+    config = replace(one_block(templates=True), num_recycles=0, max_msa=5, max_extra_msa=7, max_templates=2)
+    for counted, expected in ranks(size).run(_sent, size, config, 9, every):
         assert counted == expected

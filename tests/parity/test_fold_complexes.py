@@ -26,7 +26,7 @@ from apps.fold.weights.folder import save_folder
 from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import shard_of
 from core.trace.account import MemoryAccount
-from tests.support.fold import random_parameters
+from tests.support.fold import random_parameters, sent_in_training
 from tests.support.original_multimer import features_of
 from tests.support.training import removed
 
@@ -132,6 +132,19 @@ def test_a_missing_collective_is_seen(ranks) -> None:
     """On one rank at least: the best of all residues may be a rank's own."""
     for (module, collective), *off in zip(_COLLECTIVES, *ranks(2).run(_without_each, 2), strict=True):
         assert max(off) > 1e4 * TOLERANCE, (module, collective)
+
+
+def _sent(size: int, every: int | None) -> tuple[dict, dict]:
+    config = replace(_config(), max_msa=4, max_extra_msa=3, max_templates=2)
+    return sent_in_training(size, _model(config), _features(config, torch.float32), every)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [pytest.param(None, marks=pytest.mark.soak), 1])
+def test_training_sends_what_the_closed_forms_say(ranks, size: int, every: int | None) -> None:
+    """Also where blocks are computed again, of 19 residues with templates."""
+    for counted, expected in ranks(size).run(_sent, size, every):
+        assert counted == expected
 
 
 def _budgets(size: int) -> tuple[int, int, int]:

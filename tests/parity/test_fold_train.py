@@ -63,9 +63,7 @@ class Case:
 
     @property
     def model(self) -> ModelConfig:
-        if self.complexes:
-            return replace(small_multimer(), num_recycles=1)
-        dry = small_template_model() if self.templates else small_model()
+        dry = small_multimer() if self.complexes else small_template_model() if self.templates else small_model()
         return replace(dropping(dry) if self.dropout else dry, num_recycles=1)
 
 
@@ -160,6 +158,16 @@ CASES = {
     "2-axial-offload": (2, Case(1, axial=2, recompute=RecomputeConfig("offload"), dropout=True)),
     "2-axial-compressed": (2, Case(2, axial=2, recompute=RecomputeConfig("compressed"), dropout=True)),
     "2-zero3-offload": (2, Case(3, recompute=RecomputeConfig("offload"), templates=True)),
+    "2-axial-complexes": (2, Case(axial=2, complexes=True)),
+    "3-axial-complexes": (3, Case(axial=3, microbatch=1, recompute=RecomputeConfig("full"), complexes=True)),
+    "4-axial-complexes": (4, Case(axial=4, complexes=True)),
+    "4-axial-complexes-zero1": (4, Case(1, axial=2, complexes=True, dropout=True)),
+    "4-axial-complexes-zero2": (4, Case(2, axial=2, microbatch=1, complexes=True)),
+    "4-axial-complexes-zero3": (4, Case(3, axial=2, recompute=RecomputeConfig("full"), complexes=True)),
+    "4-axial-complexes-gemini": (
+        4,
+        Case(3, axial=2, recompute=RecomputeConfig("full"), complexes=True, budget="200MB"),
+    ),
 }
 FACTORS = {
     name: {
@@ -170,7 +178,7 @@ FACTORS = {
         "templates": case.templates,
         "dropout": case.dropout,
         "complexes": case.complexes,
-        "axial": case.axial > 1,
+        "axial": case.axial > 1 and ("complexes" if case.complexes else "chains"),
         "gemini": case.budget is not None,
     }
     for name, (_, case) in CASES.items()

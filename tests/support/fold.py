@@ -7,12 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from apps.fold.axial import axial_plan, shard_evoformer
 from apps.fold.features.alignment import Alignment, single_sequence
 from apps.fold.features.arrays import template_features
 from apps.fold.features.complexes import ChainInput
 from apps.fold.features.entries import Entry
 from apps.fold.features.templates import Template
 from apps.fold.model import residues
+from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import (
     EvoformerConfig,
     ModelConfig,
@@ -26,6 +28,10 @@ from apps.fold.model.features import Features
 from apps.fold.model.network import network
 from apps.fold.training.complexes import ComplexExample, example_of
 from apps.fold.training.dataset import Example
+from core.comm.volume import count_volume
+from core.mesh import MeshConfig, build_mesh
+from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.placement.messages import Widths, microbatch_bytes
 
 GOLDEN = Path(__file__).parents[1] / "data" / "fold" / "mini_model_1_ptm"
 MULTIMER_GOLDEN = GOLDEN.parent / "mini_multimer_v3"
@@ -256,3 +262,21 @@ def hhr_text(query: str, hits: list[tuple[str, str, str, int, int, float]]) -> s
                     lines.append(f"T ss_pred              {'C' * len(part)}")
             lines += ["Confidence            " + "9" * 10, "", ""]
     return "\n".join(["", *lines][1:]) + "\n"
+
+
+def sent_in_training(size: int, model: AlphaFold, features: Features, every: int | None) -> tuple[dict, dict]:
+    """Bytes that a rank of `size` sends in a forward with gradients and its backward, counted, and by closed forms.
+
+    every  one block of so many is computed again in the backward; None: none is
+    """
+    mesh, plan = build_mesh(MeshConfig(tp=size).resolve(size), "cpu"), axial_plan(every)
+    model = model.float()
+    expected = microbatch_bytes(model, plan, mesh, 1, features.aatype_BN.shape[1], Widths(4, 4))
+    shard_evoformer(model, mesh["tp"])
+    if every is not None:
+        apply_recompute(model, RecomputeConfig("full", every))
+    with count_volume(mesh) as volume:
+        found = model([features])
+        logits = [x for x in vars(found.logits).values() if x is not None]
+        torch.stack([(x**2).sum() for x in (found.positions_BN373, *logits)]).sum().backward()
+    return {key: n for key, n in volume.bytes.items() if n}, dict(expected)

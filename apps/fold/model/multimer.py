@@ -218,10 +218,10 @@ class Multimer(AlphaFold):
     """AlphaFold-Multimer; see the module's docstring."""
 
     config: MultimerConfig
-    compares_alphas = True
 
     def __init__(self, config: MultimerConfig):
         super().__init__(config)
+        self.compares_alphas = config.recycle_tolerance >= 0
         assert config.templates is not None
         msa, pair = config.msa_dim, config.pair_dim
         self.input_embedder = MultimerInputEmbedder(msa, pair)
@@ -239,9 +239,8 @@ class Multimer(AlphaFold):
 
     def settled(self, last: Recycled | None, now: Recycled, mask_BN: Tensor) -> bool:
         """Whether distances of CA changed by no more than the tolerance, by the root of the mean square."""
-        if self.config.recycle_tolerance < 0:
+        if now.alpha_BN3 is None:
             return False
-        assert now.alpha_BN3 is not None
         before = torch.zeros_like(now.alpha_BN3) if last is None else last.alpha_BN3
         assert before is not None
         change_BNN = _distances(before) - _distances(now.alpha_BN3)

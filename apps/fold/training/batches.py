@@ -1,7 +1,8 @@
 """The batches of a step: crops of chains, with features that are drawn anew for every recycling iteration.
 
 1. row g = step * global_batch + row of the run is a chain of epoch g // chains, in the epoch's order; of clusters an
-   epoch has one chain each, a random one (1.2.5 of the supplement, without its weight of lengths)
+   epoch has one chain each, a random one (1.2.5 of the supplement, without its weight of lengths). With predictions
+   beside experiments the row's place says which it is, and each go through epochs of their own (distillation.py)
 2. blocks of neighbouring rows are deleted from its alignment (supplement, 1.2.6, algorithm 1)
 3. centres, masking, clusters and extra rows as in a prediction (`features.msa`), one draw an iteration
 4. a random number of random templates, the same in every iteration (1.2.3; `features.templates`)
@@ -45,6 +46,7 @@ from apps.fold.model.features import ChainIds, Features, TemplateFeatures
 from apps.fold.training.complexes import ComplexExample, labels_of, matched_positions, part_of, with_templates
 from apps.fold.training.crops import crop_of_complex
 from apps.fold.training.dataset import Clusters, Dataset, Example
+from apps.fold.training.distillation import Turns, some_of
 from core.config import UserError
 from core.data.batches import rows_of_rank, shuffled
 
@@ -73,14 +75,29 @@ class BatchConfig:
             raise UserError(f"data.decoys={self.decoys}; give a share from 0 to below 1")
 
 
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions among a run's rows; max_rows: of an alignment, at most."""
+
+    dataset: Dataset
+    turns: Turns
+    max_rows: int
+
+
 class FoldBatches:
-    """Endless shuffled epochs over the chains of a dataset; see the module's docstring."""
+    """Endless shuffled epochs over the chains of a dataset, and over predictions; see the module's docstring."""
 
     def __init__(
-        self, dataset: Dataset, config: BatchConfig, model: ModelConfig, seed: int, clusters: Clusters | None = None
+        self,
+        dataset: Dataset,
+        config: BatchConfig,
+        model: ModelConfig,
+        seed: int,
+        clusters: Clusters | None = None,
+        predictions: Predictions | None = None,
     ):
         self.dataset, self.config, self.model, self.seed = dataset, config, model, seed
-        self.clusters = clusters
+        self.clusters, self.predictions = clusters, predictions
 
     def num_iterations(self, step: int) -> int:
         """Iterations of recycling, 1 to num_recycles + 1, alike for all rows of a step (1.10, "N' uniform")."""
@@ -92,10 +109,13 @@ class FoldBatches:
 
     def row(self, step: int, row: int) -> dict[str, Tensor]:
         """One row of a step, without the dim of rows."""
-        size = len(self.dataset if self.clusters is None else self.clusters)
-        epoch, place = divmod(step * self.config.global_batch + row, size)
-        number = int(shuffled(np.array([place]), size, self.seed, epoch)[0])
+        turn = step * self.config.global_batch + row
         generator = np.random.default_rng([self.seed % 2**64, step, row])
+        if self.predictions is not None:
+            predicted, turn = self.predictions.turns.place(turn)
+            if predicted:
+                return self._predicted(self.predictions, turn, self.num_iterations(step), generator)
+        number = self._number(turn, len(self.dataset if self.clusters is None else self.clusters))
         if self.clusters is not None:
             number = int(generator.choice(self.clusters[number]))
         example = self.dataset[number]
@@ -105,12 +125,31 @@ class FoldBatches:
         taught = generator.random() >= self.config.decoys
         if not taught:
             example = shuffled_sequence(example, generator)
+        return self._drawn(example, self.num_iterations(step), generator, taught=taught)
+
+    def _number(self, turn: int, size: int) -> int:
+        """Which of so many chains has this turn."""
+        epoch, place = divmod(turn, size)
+        return int(shuffled(np.array([place]), size, self.seed, epoch)[0])
+
+    def _predicted(
+        self, predictions: Predictions, turn: int, iterations: int, generator: np.random.Generator
+    ) -> dict[str, Tensor]:
+        example = predictions.dataset[self._number(turn, len(predictions.dataset))]
+        assert isinstance(example, Example)
+        alignment = some_of(example.alignment, predictions.max_rows, generator)
+        return self._drawn(replace(example, alignment=alignment), iterations, generator, measured=False)
+
+    def _drawn(
+        self, example: Example, iterations: int, generator: np.random.Generator, **kind: bool
+    ) -> dict[str, Tensor]:
+        """A row of a chain, drawn; kind: as in `row_of`."""
         alignment = delete_blocks(example.alignment, generator)
         templates = ()
         if self.model.templates is not None:
             templates = drawn(example.templates, self.model.max_templates, generator)
-        draws = [draw(alignment, self.model, generator) for _ in range(self.num_iterations(step))]
-        made = row_of(replace(example, alignment=alignment, templates=templates), draws, self.model, taught)
+        draws = [draw(alignment, self.model, generator) for _ in range(iterations)]
+        made = row_of(replace(example, alignment=alignment, templates=templates), draws, self.model, **kind)
         start = int(generator.integers(max(1, len(example.entry) - self.config.crop + 1)))
         return cropped(made, start, self.config.crop)
 
@@ -139,8 +178,14 @@ def shuffled_sequence(example: Example, generator: np.random.Generator) -> Examp
     return Example(replace(example.entry, sequence=sequence), shuffled)
 
 
-def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool = True) -> dict[str, Tensor]:
-    """A chain, with templates if the model reads any, as tensors of the whole length, an iteration for each draw."""
+def row_of(
+    example: Example, draws: list[Draw], model: ModelConfig, *, taught: bool = True, measured: bool = True
+) -> dict[str, Tensor]:
+    """A chain, with templates if the model reads any, as tensors of the whole length, an iteration for each draw.
+
+    taught    whether its structure is learned from
+    measured  whether that is an experiment's, which alone teaches confidence
+    """
     entry, alignment = example.entry, example.alignment
     made = [features_of(entry.sequence, alignment, one, model) for one in draws]
     types = np.minimum(residue_types(entry.sequence), residues.UNKNOWN)
@@ -156,6 +201,7 @@ def row_of(example: Example, draws: list[Draw], model: ModelConfig, taught: bool
         "atom_mask": torch.from_numpy(atom_mask > 0),
         "resolution_milli": torch.tensor(round(entry.resolution * _MILLI), dtype=torch.int64),
         "taught": torch.tensor(taught),
+        "measured": torch.tensor(measured),
         **templates,
     }
 
@@ -211,6 +257,7 @@ def row_of_complex(
         "hidden": torch.from_numpy(last.hidden & (one.bert_mask[centres] > 0)),
         "resolution_milli": torch.tensor(round(example.resolution * _MILLI), dtype=torch.int64),
         "taught": torch.tensor(True),
+        "measured": torch.tensor(True),
         "template_aatype": torch.from_numpy(one.template_aatype.astype(np.int64)),
         "template_mask": torch.ones(len(one.template_aatype)),
         "template_positions_milli": torch.from_numpy(milli.astype(np.int32)),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from apps.fold.axial import AXIAL
+from apps.fold.axial import axial_plan
 from apps.fold.features.templates import Allowed
 from apps.fold.loss.total import LossConfig
 from apps.fold.model.config import (
@@ -20,6 +20,7 @@ from apps.fold.model.config import (
 )
 from apps.fold.training.batches import BatchConfig
 from apps.fold.training.dataset import Selection
+from apps.fold.training.distillation import DistillConfig
 from apps.fold.weights.source import is_multimer
 from core.config import UserError
 from core.mesh import MeshConfig
@@ -83,6 +84,7 @@ class FoldTrainConfig(TrainConfig):
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
         *("data.structures", "data.alignments", "data.templates", "data.validation", "data.crop", "data.global_batch"),
+        "distill.predictions",
         *(
             "model",
             "average",
@@ -97,6 +99,7 @@ class FoldTrainConfig(TrainConfig):
     debug_templates, demo_multimer or debug_multimer, which starts from --seed; or the weights to start from: npz, .pt,
     or a folder of `megalith fold convert` or of a run"""
     data: DataConfig = field(default_factory=DataConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     learns: Literal["all", "confidence"] = "all"
     """what of the model; confidence: the heads of pLDDT and PAE alone, of weights by --model that stay as they are"""
@@ -129,6 +132,11 @@ class FoldTrainConfig(TrainConfig):
             raise UserError(
                 "learns=confidence teaches the confidence heads of given weights, and "
                 f"model={self.model} has none; give --model FILE or FOLDER"
+            )
+        if self.learns == "confidence" and self.distill.predictions is not None:
+            raise UserError(
+                f"learns=confidence with distill.predictions={self.distill.predictions}: confidence is learned from "
+                "experiments alone; leave out --distill.predictions"
             )
         for name in ("max_msa", "max_extra_msa"):
             value = getattr(self, name)
@@ -214,6 +222,11 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
             f"data.decoys={config.data.decoys}: the sequences of complexes are not shuffled, and {name} learns from "
             "complexes; leave out --data.decoys"
         )
+    if of_complexes and config.distill.predictions is not None:
+        raise UserError(
+            f"distill.predictions={config.distill.predictions}: predictions are learned from as single chains, and "
+            f"{name} is of complexes; leave out --distill.predictions"
+        )
     if model.templates is not None and config.data.templates is None and not of_complexes:
         raise UserError(
             f"{name} has templates; give --data.templates FOLDER, or use model_3, model_4 or model_5 (_ptm)"
@@ -222,8 +235,6 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
         raise UserError(f"{name} takes no templates; leave out --data.templates, or use model_1 or model_2 (_ptm)")
     given = {k: getattr(config, k) for k in ("num_recycles", "max_msa", "max_extra_msa")}
     model = replace(model, **{k: v for k, v in given.items() if v is not None})
-    if config.axial > 1 and of_complexes:
-        raise UserError(f"axial={config.axial}: {name} is of complexes, which train on whole chains; use --axial 1")
     for rows in ("max_msa", "max_extra_msa"):
         if config.axial > getattr(model, rows):
             raise UserError(
@@ -235,7 +246,9 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
 
 def plan_of(config: FoldTrainConfig) -> Plan:
     """How the model is spread, beside data parallelism."""
-    return AXIAL if config.axial > 1 else {}
+    if config.axial == 1:
+        return {}
+    return axial_plan(config.recompute.every if config.recompute.mode == "full" else None)
 
 
 def check_combination(config: FoldTrainConfig) -> MeshConfig:

@@ -14,6 +14,9 @@ files; or, where there are no hits, the structures in that folder's 1abc_A/, or 
 Models of complexes learn from a file's chains together (`Selection.complexes`): those of its first assembly. Chains of
 one sequence have the alignments of the first that has any; what is called uniprot* among them, or 1abc_A.uniprot.a3m,
 pairs rows of different chains, as in a prediction (apps/fold/complexes.py).
+
+Predictions (`Selection.confidence`) lie in the folders that `fold predict` wrote, one a record, whose name is theirs;
+residues of little confidence count as not seen (distillation.py).
 """
 
 import hashlib
@@ -43,6 +46,7 @@ from apps.fold.features.templates import Allowed, Template, read_templates, temp
 from apps.fold.features.text import read_text, unpacked_name
 from apps.fold.targets import ALIGNMENTS, HITS, STRUCTURES
 from apps.fold.training.complexes import ComplexExample, complex_of_arrays, example_of, save_complex
+from apps.fold.training.distillation import Confidence, beside_prediction, prediction_files, read_prediction
 from core.config import UserError
 from core.files import Damaged, crc32, naming, signed, stamp, unsigned, write_file
 
@@ -64,11 +68,14 @@ class Selection:
     """whether a file's chains are learned from together"""
     max_chains: int = 20
     """complexes of more chains are left out"""
+    confidence: Confidence | None = None
+    """of predictions, which residues are targets; None: structures are experiments"""
 
     def refuses(self, entry: Entry) -> str | None:
         """The reason not to use a chain; None where it is used."""
         if entry.num_seen < self.min_residues:
-            return f"only {entry.num_seen} residues were seen; at least {self.min_residues} are needed"
+            kind = "were seen" if self.confidence is None else f"have a confidence of {self.confidence.least:g} or more"
+            return f"only {entry.num_seen} residues {kind}; at least {self.min_residues} are needed"
         if entry.resolution > self.max_resolution:
             return f"its resolution of {entry.resolution:g} Angstrom is beyond {self.max_resolution:g}"
         if set(entry.sequence) == {"X"}:
@@ -183,9 +190,8 @@ def prepare(
 
     Raises UserError where a folder is not there or holds no structure.
     """
-    files = structure_files(structures)
     first, step = share
-    for path in files[first::step]:
+    for path in _files_of(structures, selection)[first::step]:
         folder = cache / _key(path, there, selection)
         if not (folder / "index.json").exists():
             _read_one(path, there, selection, folder)
@@ -195,7 +201,7 @@ def load(structures: Path, there: Beside, selection: Selection, cache: Path) -> 
     """Load what `prepare` put into the cache.  Raises UserError where no chain is left."""
     chains: list[Listed] = []
     refused: list[str] = []
-    for path in structure_files(structures):
+    for path in _files_of(structures, selection):
         folder = cache / _key(path, there, selection)
         content = _index(folder)
         refused += [f"{path}{where}: {why}" for where, why in content["refused"]]
@@ -235,6 +241,15 @@ def structure_files(folder: Path) -> list[Path]:
     return found
 
 
+def _files_of(folder: Path, selection: Selection) -> list[Path]:
+    return structure_files(folder) if selection.confidence is None else prediction_files(folder)
+
+
+def _stem(path: Path, selection: Selection) -> str:
+    """What the files beside a structure are called by: the file's name, of a prediction its record's."""
+    return unpacked_name(path).stem if selection.confidence is None else path.parent.name
+
+
 def _files_by_name(folder: Path | None, suffixes: tuple[str, ...]) -> dict[str, list[Path]]:
     """name -> files, of a folder's files and of its folders' files."""
     found: dict[str, list[Path]] = {}
@@ -247,17 +262,27 @@ def _files_by_name(folder: Path | None, suffixes: tuple[str, ...]) -> dict[str, 
 
 
 def _key(path: Path, there: Beside, selection: Selection) -> str:
-    """A key of the contents of all files but those that hits name: these are known by name, size and time of change."""
-    found = hashlib.blake2b(f"{_VERSION} {path.name} {selection} {there.templates}".encode(), digest_size=16)
+    """A key of the contents of all files but those that hits name, and a prediction's confidences: these are known by
+    name, size and time of change."""
+    stem = _stem(path, selection)
+    found = hashlib.blake2b(f"{_VERSION} {stem} {path.name} {selection} {there.templates}".encode(), digest_size=16)
     found.update(path.read_bytes())
-    for file in there.of(unpacked_name(path).stem):
+    if selection.confidence is not None:
+        found.update(_stat(beside_prediction(path, selection.confidence.by)))
+    for file in there.of(stem):
         found.update(f"\0{file.parent.name}/{file.name}\0".encode())
         found.update(file.read_bytes())
         if unpacked_name(file).suffix in HITS and there.templates is not None:
             for structure in _named_by(file, there.templates):
-                stat = structure.stat()
-                found.update(f"{structure.name} {stat.st_size} {stat.st_mtime_ns}\0".encode())
+                found.update(_stat(structure))
     return found.hexdigest()
+
+
+def _stat(path: Path) -> bytes:
+    if not path.exists():
+        return f"{path.name} is not there\0".encode()
+    stat = path.stat()
+    return f"{path.name} {stat.st_size} {stat.st_mtime_ns}\0".encode()
 
 
 def _named_by(hits: Path, folder: Path) -> list[Path]:
@@ -288,8 +313,12 @@ def _read_one(path: Path, there: Beside, selection: Selection, folder: Path) -> 
 def _put_chains(path: Path, there: Beside, selection: Selection, folder: Path) -> None:
     chains: list[dict[str, Any]] = []
     refused: list[tuple[str, str]] = []
+    stem = _stem(path, selection)
     try:
-        entries = read_entries(path, assembly=selection.complexes)
+        if selection.confidence is None:
+            entries = read_entries(path, assembly=selection.complexes)
+        else:
+            entries = [read_prediction(path, selection.confidence)]
     except UserError as error:
         entries = []
         refused.append(("", str(error).removeprefix(f"{path} ")))
@@ -297,11 +326,12 @@ def _put_chains(path: Path, there: Beside, selection: Selection, folder: Path) -
         _put_complex(path, entries, there, selection, folder, chains, refused)
         entries = []
     for entry in entries:
-        names = [entry.name, *([unpacked_name(path).stem] if len(entries) == 1 else [])]
+        names = [entry.name, *([stem] if len(entries) == 1 and entry.name != stem else [])]
         try:
             example = _example(entry, names, there, selection)
         except UserError as error:
-            refused.append((f", chain {entry.name.removeprefix(unpacked_name(path).stem + '_')}", str(error)))
+            chain = entry.name.removeprefix(f"{stem}_")
+            refused.append(("" if chain == stem else f", chain {chain}", str(error)))
             continue
         file = folder / f"{len(chains)}.npz"
         with naming(file):

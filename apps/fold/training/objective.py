@@ -10,6 +10,8 @@ from apps.fold.training.batches import iterations_of, resolution_of, truth_of
 
 CONFIDENCE = ("plddt", "pae")
 """Parts of the loss that rows with a shuffled sequence have."""
+OF_EXPERIMENTS = (*CONFIDENCE, "experimentally_resolved")
+"""Parts of the loss that rows of predictions have not."""
 
 
 def confidence_alone(network: AlphaFold) -> AlphaFold:
@@ -51,5 +53,6 @@ class Objective:
         )
         if self.learns == "confidence":
             return {name: found[name] for name in CONFIDENCE if name in found}
-        taught = batch["taught"].to(dtype)
-        return {name: part if name in CONFIDENCE else part * taught for name, part in found.items()}
+        taught, measured = batch["taught"].to(dtype), batch["measured"].to(dtype)
+        found = {name: part if name in CONFIDENCE else part * taught for name, part in found.items()}
+        return {name: part * measured if name in OF_EXPERIMENTS else part for name, part in found.items()}

@@ -33,6 +33,7 @@ from apps.fold.training.batches import cropped_shape, row_of, row_of_complex
 from apps.fold.training.complexes import example_of
 from apps.fold.training.config import FoldTrainConfig, model_config, plan_of, resolved_mesh
 from apps.fold.training.dataset import Example
+from apps.fold.training.distillation import DistillConfig
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.source import read_weights
@@ -80,6 +81,7 @@ WITHOUT_EFFECT = (
         "data.cache",
         "data.clusters",
         "data.decoys",
+        *(f"distill.{item.name}" for item in fields(DistillConfig)),
         "optim.lr",
         "optim.clip_norm",
     ),
