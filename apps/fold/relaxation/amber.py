@@ -6,8 +6,7 @@ keep their lengths; all pairs of atoms are counted, above 5,000 atoms those with
 
 import io
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ import torch
 
 from apps.fold.model import residues
 from apps.fold.output.files import Atom
-from apps.fold.relaxation.protocol import STIFFNESS, End, Limit, Round, Structure, Tell, Unstable
+from apps.fold.relaxation.bounded import within
+from apps.fold.relaxation.protocol import STIFFNESS, Clock, End, Limit, OutOfTime, Round, Structure, Tell, Unstable
 from core.config import UserError
 
 TOLERANCE = 10.0  # kJ/mol/nm: the root of the mean square of the force at which a minimization has converged
@@ -66,34 +66,16 @@ class Amber:
                 f"residue {int(np.argmax(lone)) + 1} is bonded to no other, and AMBER99SB knows no such residue; give "
                 "--method violations, or leave it out"
             )
-        openmm, app, unit, _ = self._packages
         self._structure, self.placed_NA = structure, residues.ATOM14_MASK[structure.aatype_N]
-        self._platform = _platform(openmm, platform)
-        limit.check()
-        topology, positions, self._residue = self._complete(structure, limit)
-        heavy = [atom.element.symbol != "H" for atom in topology.atoms()]
-        self._heavy = np.array(heavy)
-        limit.check()
-        small = topology.getNumAtoms() <= _MOST_ATOMS
-        try:
-            system = app.ForceField("amber99sb.xml").createSystem(
-                topology,
-                nonbondedMethod=app.NoCutoff if small else app.CutoffNonPeriodic,
-                nonbondedCutoff=_CUTOFF * unit.nanometer,
-                constraints=app.HBonds,
-            )
-        except ValueError as error:
-            raise UserError(f"AMBER99SB does not know this structure: {str(error).splitlines()[0]}") from error
-        limit.check()
-        self._springs = openmm.CustomExternalForce("0.5 * k * ((x - x0)^2 + (y - y0)^2 + (z - z0)^2)")
-        for name in ("k", "x0", "y0", "z0"):
-            self._springs.addPerParticleParameter(name)
-        for index in np.nonzero(self._heavy)[0]:
-            self._springs.addParticle(int(index), [0.0, 0.0, 0.0, 0.0])
-        system.addForce(self._springs)
-        self._names = [atom.name for atom in topology.atoms()]
-        self._context = openmm.Context(system, openmm.VerletIntegrator(0.001), self._platform)
-        self._context.setPositions(positions)
+        openmm, found = self._packages.openmm, _platform(self._packages.openmm, platform)
+        made = within(limit, partial(_complete, self._packages, structure, platform, limit.clock), "placing atoms")
+        if limit.passed(made.seconds):
+            raise OutOfTime
+        self._residue, self._names, self._heavy = made.residue, made.names, made.heavy
+        system = openmm.XmlSerializer.deserialize(made.system)
+        self._springs = system.getForce(made.springs)
+        self._context = openmm.Context(system, openmm.VerletIntegrator(0.001), found)
+        self._context.setPositions(made.positions)
         self._positions = self._read()
 
     def minimize(self, held_N: np.ndarray, limit: Limit, tell: Tell) -> Round:
@@ -132,28 +114,6 @@ class Amber:
             for row, name, position in zip(self._residue, self._names, self._positions)
             if name != "OXT" or last[row]
         ]
-
-    def _complete(self, structure: Structure, limit: Limit) -> tuple[Any, Any, list[int]]:
-        """Topology and positions with all atoms, and of each its residue from 0."""
-        text = io.StringIO()
-        self._packages.app.PDBxFile.writeFile(*_topology(self._packages, structure), text, keepIds=True)
-        text.seek(0)
-        with _seeded():
-            try:
-                fixer = self._packages.PDBFixer(pdbxfile=text, platform=self._platform)
-                fixer.missingResidues = {}
-                fixer.findMissingAtoms()
-                limit.check()
-                fixer.addMissingAtoms(seed=0)
-                limit.check()
-                fixer.addMissingHydrogens(7.0)
-            except (self._packages.openmm.OpenMMException, ZeroDivisionError) as error:
-                raise Unstable(f"PDBFixer cannot complete this structure: {error}") from error
-            except (ValueError, KeyError) as error:
-                raise UserError(f"PDBFixer cannot complete this structure: {str(error).splitlines()[0]}") from error
-        rows = [atom.residue.index for atom in fixer.topology.atoms()]
-        assert rows[-1] + 1 == len(structure.aatype_N)
-        return fixer.topology, fixer.positions, rows
 
     def _read(self) -> np.ndarray:
         """Positions in nm.  Raises UserError where they are not finite."""
@@ -197,15 +157,69 @@ def _topology(packages: Packages, structure: Structure) -> tuple[Any, Any]:
     return topology, unit.Quantity(positions, unit.angstrom)
 
 
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """Hydrogens begin where Python's random numbers say."""
-    state = random.getstate()
+class _Made(NamedTuple):
+    """All atoms of a structure: of each its residue from 0, its name, whether it is no hydrogen, its position in nm.
+
+    system, springs  OpenMM's system as text, and which of its forces the springs are, which hold nothing yet
+    seconds          what the system took to make and to write, which is more than it takes to read
+    """
+
+    residue: list[int]
+    names: list[str]
+    heavy: np.ndarray
+    positions: np.ndarray
+    system: str
+    springs: int
+    seconds: float
+
+
+def _complete(packages: Packages, structure: Structure, platform: str, clock: Clock) -> _Made:
+    openmm, app, unit, _ = packages
+    host = platform if platform == "Reference" else "CPU"  # a fork has no GPU
+    topology, positions = _placed(packages, structure, _platform(openmm, host))
+    begun = clock()
+    residue = [atom.residue.index for atom in topology.atoms()]
+    assert residue[-1] + 1 == len(structure.aatype_N)
+    small = topology.getNumAtoms() <= _MOST_ATOMS
+    try:
+        system = app.ForceField("amber99sb.xml").createSystem(
+            topology,
+            nonbondedMethod=app.NoCutoff if small else app.CutoffNonPeriodic,
+            nonbondedCutoff=_CUTOFF * unit.nanometer,
+            constraints=app.HBonds,
+        )
+    except ValueError as error:
+        raise UserError(f"AMBER99SB does not know this structure: {str(error).splitlines()[0]}") from error
+    heavy = np.array([atom.element.symbol != "H" for atom in topology.atoms()])
+    springs = openmm.CustomExternalForce("0.5 * k * ((x - x0)^2 + (y - y0)^2 + (z - z0)^2)")
+    for name in ("k", "x0", "y0", "z0"):
+        springs.addPerParticleParameter(name)
+    for index in np.nonzero(heavy)[0]:
+        springs.addParticle(int(index), [0.0, 0.0, 0.0, 0.0])
+    at = system.addForce(springs)
+    nm = np.array(positions.value_in_unit(unit.nanometer))
+    names = [atom.name for atom in topology.atoms()]
+    text = openmm.XmlSerializer.serialize(system)
+    return _Made(residue, names, heavy, nm, text, at, clock() - begun)
+
+
+def _placed(packages: Packages, structure: Structure, platform: Any) -> tuple[Any, Any]:
+    """Topology and positions with all atoms; hydrogens begin where Python's random numbers say."""
+    text = io.StringIO()
+    packages.app.PDBxFile.writeFile(*_topology(packages, structure), text, keepIds=True)
+    text.seek(0)
     random.seed(0)
     try:
-        yield
-    finally:
-        random.setstate(state)
+        fixer = packages.PDBFixer(pdbxfile=text, platform=platform)
+        fixer.missingResidues = {}
+        fixer.findMissingAtoms()
+        fixer.addMissingAtoms(seed=0)
+        fixer.addMissingHydrogens(7.0)
+    except (packages.openmm.OpenMMException, ZeroDivisionError) as error:
+        raise Unstable(f"PDBFixer cannot complete this structure: {error}") from error
+    except (ValueError, KeyError) as error:
+        raise UserError(f"PDBFixer cannot complete this structure: {str(error).splitlines()[0]}") from error
+    return fixer.topology, fixer.positions
 
 
 def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:

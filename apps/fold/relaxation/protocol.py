@@ -6,7 +6,7 @@
 
 Other than there a round ends also at a plateau of its energy, and all of them together at a limit of time: then the
 best that was reached is the result, and the report says so. Where the limit passes before the first round, that is the
-structure as it was given, with the atoms that the minimizer has placed by then, and there are no rounds. Where atoms
+structure as it was given, with its missing atoms if the minimizer had placed them, and there are no rounds. Where atoms
 lie on each other, so that a force field's energy is no number, they are drawn apart before the first round.
 
 Shapes: N residues, A = 14 atoms.
@@ -51,6 +51,10 @@ class Limit:
     def passed(self, ahead: float = 0.0) -> bool:
         """Whether it has, or will have in so many seconds."""
         return self.clock() + ahead >= self._end
+
+    def left(self) -> float:
+        """Seconds until then, 0 where it has passed."""
+        return max(0.0, self._end - self.clock())
 
     def check(self) -> None:
         """Raises OutOfTime where it has passed."""
@@ -166,7 +170,7 @@ def relax(
     """Chains relaxed, in at most limit_s seconds.
 
     A step ends before the limit where it takes no longer than the longest one before it: so an iteration, a look at
-    violations. Only the steps in which a minimizer is made (for Amber those of PDBFixer) go on to their end.
+    violations. What takes long to make a minimizer (Amber: placing atoms) is ended at the limit.
 
     drawn_apart(structure, limit)  a structure to begin with where the minimizer finds the given one Unstable, and
                                    whether it was done in time

@@ -1,5 +1,6 @@
 """Relaxation by OpenMM beside a script of OpenMM's own calls, and its limits."""
 
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from apps.fold.relax import said
 from apps.fold.relaxation.amber import Amber
-from apps.fold.relaxation.protocol import Relaxed, Unstable, relax
+from apps.fold.relaxation.protocol import Limit, Relaxed, Structure, Unstable, relax
 from apps.fold.relaxation.violations import drawn_apart
 from apps.fold.score import compare
 from core.config import UserError
@@ -60,10 +61,28 @@ def test_a_relaxation_by_openmm_ends_by_its_limit_of_time() -> None:
 def test_a_limit_that_passes_before_the_first_round_leaves_what_was_given() -> None:
     one = clashing(chain("1ejg.pdb"), 1)
     one.mask[11, 4:] = 0  # a side chain
-    for limit, placed in ((4.0, 0), (12.0, 4)):  # before PDBFixer is called, and when all atoms are placed
-        found = relax([one], Amber, limit, clock=Ticking())
+    clock = Ticking()
+
+    def late(structure: Structure, limit: Limit) -> Amber:
+        made = Amber(structure, limit)
+        clock.now += 100.0
+        return made
+
+    ends = ((Amber, 4.0, 0), (Amber, 10.0, 0), (late, 60.0, 4))  # before atoms are placed, then, and behind that
+    for minimizer, limit, placed in ends:
+        found = relax([one], minimizer, limit, clock=clock)
         assert found.chains[0].mask[11, 4:].sum() == placed
         _is_as_it_was(found)
+
+
+def test_placing_atoms_is_ended_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PDBFixer would take a minute; by the machine's clock, of which it knows nothing."""
+    import pdbfixer
+
+    monkeypatch.setattr(pdbfixer.PDBFixer, "addMissingHydrogens", lambda *_: time.sleep(60.0))
+    found = relax([clashing(chain("1ejg.pdb"), 1)], Amber, 2.0)
+    _is_as_it_was(found)
+    assert found.seconds < 2.5
 
 
 def _is_as_it_was(found: Relaxed) -> None:

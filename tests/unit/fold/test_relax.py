@@ -2,8 +2,12 @@
 
 import gzip
 import json
+import os
+import signal
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +18,11 @@ from apps.fold.__main__ import APP
 from apps.fold.features.structures import Chain, read_structure
 from apps.fold.loss.violation import violation_loss
 from apps.fold.model import residues
-from apps.fold.relaxation.protocol import Limit, Round, Structure, relax
+from apps.fold.relaxation.bounded import within
+from apps.fold.relaxation.protocol import Limit, OutOfTime, Round, Structure, Unstable, relax
 from apps.fold.relaxation.violations import Violations
 from apps.fold.toy import HELDOUT, STRUCTURES
-from core.config import run_command
+from core.config import UserError, run_command
 from tests.support.clashes import chain, clashing, num_clashes, rules_of
 
 
@@ -141,6 +146,33 @@ def test_a_relaxation_ends_by_its_limit_of_time() -> None:
     assert found.rmsd == 0
     found = relax([one], Still, 60.0)
     assert not found.cut_short
+
+
+def test_a_step_that_cannot_be_interrupted_is_ended_at_the_limit(tmp_path: Path) -> None:
+    def endless() -> None:
+        (tmp_path / "process").write_text(str(os.getpid()))
+        time.sleep(60.0)
+
+    began = time.monotonic()
+    with pytest.raises(OutOfTime):
+        within(Limit(1.0), endless, "sleeping")
+    assert 1.0 <= time.monotonic() - began < 5.0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "process").read_text()), 0)
+    with pytest.raises(OutOfTime):
+        within(Limit(-1.0), endless, "sleeping")
+    assert within(Limit(60.0), lambda: np.arange(10**6), "counting")[-1] == 10**6 - 1  # more than a pipe holds
+
+
+def test_what_such_a_step_raises_is_raised_and_one_that_is_killed_is_said() -> None:
+    with pytest.raises(Unstable, match="atoms lie"):
+        within(Limit(60.0), partial(_raise, Unstable("atoms lie")), "x")
+    with pytest.raises(UserError, match="the process was ended while placing atoms"):
+        within(Limit(60.0), lambda: os.kill(os.getpid(), signal.SIGKILL), "placing atoms")
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_the_command_keeps_chains_numbers_and_confidence(tmp_path: Path, capsys) -> None:
