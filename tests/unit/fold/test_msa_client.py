@@ -154,6 +154,24 @@ def test_predictions_with_a_server(tmp_path: Path, capsys: pytest.CaptureFixture
         predict.main([*options, running.url, "--msa", str(tmp_path)])
 
 
+def test_what_ranks_will_refuse_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before ranks begin: of complexes, of residues without atoms where they are relaxed, of single chains of one."""
+    monkeypatch.setattr(predict, "launch", lambda *_: 0)
+    fasta = tmp_path / "in.fasta"
+    fasta.write_text(f">cram\n{CRAMBIN}\n>two\n{UBIQUITIN}:{CRAMBIN}\n>odd\nXX{CRAMBIN}\n")
+    words = [str(fasta), "--nproc", "2", "--device", "cpu", "--msa-server-folder", str(tmp_path / "mine")]
+    with server(answering(packed(FILES))) as (url, asked):
+        assert predict.main([*words, "--msa-server", url, "--relax", "best"]) == 0
+        assert "note: the sequences of 1 records (46 residues) are sent" in capsys.readouterr().err
+        assert asked == ["/ticket/msa", "/result/download/x"]
+        fasta.write_text(f">cram\n{CRAMBIN}\n>ubi\n{UBIQUITIN}\n")
+        monkeypatch.setattr(predict, "is_multimer", lambda _: True)
+        assert predict.main([*words, "--msa-server", url]) == 0
+        assert "note: the sequences of 1 records (122 residues) are sent" in capsys.readouterr().err
+
+
 def test_one_policy_of_retries(tmp_path: Path) -> None:
     """Errors of the server, then a full queue, then a wait; all of it until the answer is there."""
     script = [
