@@ -55,7 +55,7 @@ from apps.fold.targets import Target, find_target
 from apps.fold.toy import DEMO_WEIGHTS, NOTE
 from apps.fold.weights.esmfold import is_esmfold
 from apps.fold.weights.folder import read_note
-from apps.fold.weights.source import build, identify, read_weights
+from apps.fold.weights.source import build, identify, is_multimer, read_weights
 from core.config import UserError, parse, size_in_bytes
 from core.files import replace_file
 from core.mesh import MeshConfig
@@ -233,12 +233,16 @@ def main(argv: list[str]) -> int:
 
 def _ask_ahead(config: PredictConfig) -> None:
     """Ask a server before ranks begin, which wait for one another half an hour at most; they say what fails."""
-    if config.msa_server is None or config.input is None:
+    models = config.model or (DEMO_WEIGHTS,)
+    if config.msa_server is None or config.input is None or not all(path.exists() for path in models):
         return
-    records, _ = read_fasta(config.input, proteins=config.proteins)
+    kinds = [(path.stem, is_multimer(path)) for path in models]
+    records, refused = read_fasta(config.input, proteins=config.proteins)
+    records = _as_one_complex(records, refused, any(of_complexes for _, of_complexes in kinds), config.input)
     service = _server(config)
-    service.announce(records)
-    for record in records:
+    asked = _not_refused(records, kinds, config)
+    service.announce(asked)
+    for record in asked:
         with contextlib.suppress(UserError, OSError):
             service.alignment(record)
 
@@ -276,7 +280,7 @@ def _run(config: PredictConfig, axis: DeviceMesh | None) -> int:
         if leads():
             print(f"error: {config.input}, {one}", file=sys.stderr)
     models = [_load(path, config, axis) for path in config.model] if records else []
-    records = _as_one_complex(records, refused, models, config.input)
+    records = _as_one_complex(records, refused, any(map(_is_of_complexes, models)), config.input)
     service = _service(config, models, records)
     config.out.mkdir(parents=True, exist_ok=True)
     with _progress() as progress:
@@ -322,7 +326,7 @@ def _service(config: PredictConfig, models: list[Model], records: list[Record]) 
         )
     service = _server(config)
     if leads():
-        service.announce(records)
+        service.announce(_not_refused(records, _kinds(models), config))
     return service
 
 
@@ -337,9 +341,7 @@ def _attempt(
     """Fold one record; whatever is wrong with it becomes its outcome and a line."""
     try:
         allowed = Allowed(config.max_template_date)
-        _check_models(record, models)
-        if config.relax != "none":
-            _check_relaxable(record)
+        _check(record, _kinds(models), config)
         msa = config.msa if service is None else _on_the_first(partial(service.alignment, record))
         find = find_complex if record.chains else find_target
         target = find(record, msa, config.templates, alone, allowed, own=service is not None)
@@ -382,27 +384,49 @@ def _is_of_complexes(model: Model) -> bool:
     return isinstance(model.config, MultimerConfig)
 
 
+def _kinds(models: list[Model]) -> list[tuple[str, bool]]:
+    """The name of each model, and whether it is of complexes."""
+    return [(model.name, _is_of_complexes(model)) for model in models]
+
+
 def _as_one_complex(
-    records: list[Record], refused: list[Refused], models: list[Model], origin: Path | None
+    records: list[Record], refused: list[Refused], of_complexes: bool, origin: Path | None
 ) -> list[Record]:
     """The records, or, where models of complexes are given single chains, the complex that all of them are."""
     several = len(records) > 1 and not refused and not any(record.chains for record in records)
-    if origin is None or not (several and any(map(_is_of_complexes, models))):
+    if origin is None or not (several and of_complexes):
         return records
     return [one_complex(records, unpacked_name(origin).stem)]
 
 
-def _check_models(record: Record, models: list[Model]) -> None:
+def _not_refused(records: list[Record], kinds: Sequence[tuple[str, bool]], config: PredictConfig) -> list[Record]:
+    """Those that can be folded: no others' sequences are sent to a server."""
+    found = []
+    for record in records:
+        with contextlib.suppress(UserError):
+            _check(record, kinds, config)
+            found.append(record)
+    return found
+
+
+def _check(record: Record, kinds: Sequence[tuple[str, bool]], config: PredictConfig) -> None:
+    """Raises UserError for a record that the models, or the relaxation, cannot take."""
+    _check_models(record, kinds)
+    if config.relax != "none":
+        _check_relaxable(record)
+
+
+def _check_models(record: Record, kinds: Sequence[tuple[str, bool]]) -> None:
     """Raises UserError for a model of single chains and a complex, and the other way round."""
-    for model in models:
-        if record.chains and not _is_of_complexes(model):
+    for name, of_complexes in kinds:
+        if record.chains and not of_complexes:
             raise UserError(
-                f"a complex of {len(record.chains)} chains needs weights of AlphaFold-Multimer, and {model.name} is a "
+                f"a complex of {len(record.chains)} chains needs weights of AlphaFold-Multimer, and {name} is a "
                 "model of single chains; give params_model_1_multimer_v3.npz or its like"
             )
-        if not record.chains and _is_of_complexes(model):
+        if not record.chains and of_complexes:
             raise UserError(
-                f"{model.name} is a model of complexes, and this is one chain; give its chains joined by ':', "
+                f"{name} is a model of complexes, and this is one chain; give its chains joined by ':', "
                 "a complex's chains as the file's only records, or a monomer's weights"
             )
 

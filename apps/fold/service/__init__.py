@@ -12,4 +12,5 @@ server.py     HTTP
 shared.py     searches that several tickets need
 metrics.py    figures for Prometheus
 client.py     asking a server, by `fold msa` and `fold predict`
+connection.py requests to it, and the policy of retries
 """

@@ -2,62 +2,39 @@
 
 1. what was asked before is in the cache, and stays there until its file is removed
 2. a ticket for the sequences of a record; of a complex another for its chains' paired rows
-3. every request that fails is repeated after a pause twice as long, `_TRIES` times in a row at most; a server that is
-   busy is asked again until `wait_s` are over; one that refuses, or that has been given up, is not asked again
+3. requests are repeated by the one policy of connection.py; a server that is busy is asked again for `wait_s`
 4. of the result the files that are expected are read, in memory: nothing of it is unpacked
 5. an A3M of what came: of a complex one as ColabFold writes it, paired rows first
 
 Only sequences and numbers in the place of names leave this machine.
 """
 
-import base64
-import contextlib
 import hashlib
-import http.client
 import io
 import json
-import random
 import sys
 import tarfile
-import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from apps.fold.features.alignment import check_query, parse_a3m
 from apps.fold.features.sequences import Record
 from apps.fold.service.answers import ENVIRONMENTAL, PAIRED, UNIREF
-from apps.fold.service.protocol import Kind
-from core.config import UserError
+from apps.fold.service.protocol import Kind, said
+from core.config import UserError, in_words
 from core.files import replace_file
 
 MODES: Mapping[Kind, str] = {"msa": "env", "pair": "pairgreedy"}
 _FIRST = 101  # the name of the first record of a ticket
-_TRIES = 6
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _LOOK_S, _LONGEST_LOOK_S = 0.5, 10.0  # between looks at a ticket
-_TIMEOUT_S = 60.0
 _MOST_BYTES = 1 << 31  # of an answer, unpacked: a small file may unpack to any length
-_REFUSING = (401, 403)
 
 Rows = list[tuple[str, str]]
-
-
-class GivenUp(UserError):
-    """The server is down, or refuses: no other record need ask it."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A key is sent to the address that the user gave, and to no other."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
 
 
 @dataclass
@@ -74,22 +51,14 @@ class Service:
     cache: Path
     wait_s: float
     sleep: Callable[[float], None] = time.sleep
-    _given_up: str = ""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{self.url} is no address of a server; give one such as http://127.0.0.1:8080")
-        self._headers = {"User-Agent": "megalith/0.1 fold", "Accept": "application/json, application/octet-stream"}
-        if self.key is not None:
-            self._headers["Authorization"] = f"Bearer {self.key}"
-        elif parts.username or parts.password:
-            name, password = (urllib.parse.unquote(part or "") for part in (parts.username, parts.password))
-            self._headers["Authorization"] = "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
-        host = parts.netloc.rpartition("@")[2]
-        self.url = urllib.parse.urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        if find_spec("httpx2") is None:
+            raise UserError(f"{self.url} is asked by httpx2, which is not installed; pip install 'megalith[fold]'")
+        from apps.fold.service.connection import Connection
+
+        self._server = Connection(self.url, self.key, self.sleep)
+        self.url = self._server.url
 
     def announce(self, records: Sequence[Record]) -> None:
         """Say what leaves this machine, where anything does."""
@@ -133,68 +102,22 @@ class Service:
     def _ticket(self, kind: Kind, sequences: Sequence[str]) -> dict[str, str]:
         """The files of an answer, by their names."""
         query = "".join(f">{number}\n{sequence}\n" for number, sequence in enumerate(sequences, _FIRST))
-        form = urllib.parse.urlencode({"q": query, "mode": MODES[kind]}).encode()
-        deadline, pause, look = time.monotonic() + self.wait_s, _PAUSE_S, _LOOK_S
-        answer = self._json(f"ticket/{kind}", form)
+        form = {"q": query, "mode": MODES[kind]}
+        deadline, pauses, look = time.monotonic() + self.wait_s, self._server.pauses(), _LOOK_S
+        answer = self._server.ask(f"ticket/{kind}", form)
         while answer["status"] != "COMPLETE":
             if answer["status"] not in ("UNKNOWN", "RATELIMIT", "PENDING", "RUNNING"):
-                raise UserError(f"{self.url} could not align it: {_said(answer)}")
+                raise UserError(f"{self.url} could not align it: {said(answer)}")
             if time.monotonic() > deadline:
                 raise UserError(f"{self.url} had not aligned it within {self.wait_s:g} s ({answer['status']})")
             if answer["status"] in ("UNKNOWN", "RATELIMIT"):  # it has no ticket of ours
-                self.sleep(pause * random.uniform(1, 1.5))
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-                answer = self._json(f"ticket/{kind}", form)
+                self.sleep(next(pauses))
+                answer = self._server.ask(f"ticket/{kind}", form)
             else:
                 self.sleep(look)
                 look = min(1.5 * look, _LONGEST_LOOK_S)
-                answer = self._json(f"ticket/{urllib.parse.quote(str(answer.get('id', '')), safe='')}")
-        name = urllib.parse.quote(str(answer.get("id", "")), safe="")
-        return _unpacked(self._request(f"result/download/{name}"), f"the answer of {self.url}")
-
-    def _json(self, path: str, form: bytes | None = None) -> dict[str, Any]:
-        raw = self._request(path, form)
-        try:
-            answer = json.loads(raw)
-            return answer | {"status": str(answer["status"])}
-        except (ValueError, KeyError, TypeError):
-            raise self._give_up(f"its answer to {path.partition('/')[0]} is not of ColabFold's protocol") from None
-
-    def _request(self, path: str, form: bytes | None = None) -> bytes:
-        """The one policy of retries: what fails on the way, or by the server's fault, is asked again."""
-        pause, reason = _PAUSE_S, ""
-        for attempt in range(_TRIES):
-            if self._given_up:
-                raise GivenUp(self._given_up)
-            if attempt:
-                self.sleep(pause * random.uniform(1, 1.5))
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            request = urllib.request.Request(f"{self.url}/{path}", form, self._headers)
-            try:
-                with self._opener.open(request, timeout=_TIMEOUT_S) as response:
-                    raw = response.read(_MOST_BYTES + 1)
-                if len(raw) > _MOST_BYTES:
-                    raise UserError(f"the answer of {self.url} has more than 2 GiB; ask for fewer sequences at once")
-                return raw
-            except urllib.error.HTTPError as error:
-                body = b""
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    body = error.read(1 << 20)
-                if error.code in _REFUSING:
-                    raise self._give_up(f"it refuses ({error.code}): {_message(body)}") from None
-                if error.code < 500 and _has_status(body):
-                    return body
-                if error.code < 500 and error.code != 429:
-                    raise self._give_up(f"it answers {error.code} to {path.partition('/')[0]}") from None
-                reason = f"it answers {error.code}: {_message(body)}"
-            except (OSError, http.client.HTTPException) as error:
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
-        raise self._give_up(f"it does not answer ({reason}), asked {_TRIES} times")
-
-    def _give_up(self, reason: str) -> GivenUp:
-        with self._lock:
-            self._given_up = self._given_up or f"the server {self.url}: {reason}; give another, or --databases"
-        return GivenUp(self._given_up)
+                answer = self._server.ask(f"ticket/{_quoted(answer)}")
+        return _unpacked(self._server.request(f"result/download/{_quoted(answer)}"), f"the answer of {self.url}")
 
 
 def read_key(path: Path | None) -> str | None:
@@ -205,32 +128,19 @@ def read_key(path: Path | None) -> str | None:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the key from {path} ({error})") from None
-    if not lines[0].strip():
-        raise UserError(f"{path} holds no key; put one into its first line")
-    return lines[0].strip()
+    key = lines[0].strip()
+    if not key or not (key.isascii() and key.isprintable()):
+        raise UserError(f"{path} holds no key; put one, of printable ASCII characters, into its first line")
+    return key
 
 
 def _distinct(record: Record) -> list[str]:
     return list(dict.fromkeys(chain.sequence for chain in record.chains or (record,)))
 
 
-def _has_status(body: bytes) -> bool:
-    try:
-        return "status" in json.loads(body)
-    except (ValueError, TypeError):
-        return False
-
-
-def _message(body: bytes) -> str:
-    try:
-        return _said(json.loads(body))
-    except (ValueError, TypeError, AttributeError):
-        return " ".join(body.decode("utf-8", "replace").split())[:200] or "no reason is given"
-
-
-def _said(answer: Mapping[str, Any]) -> str:
-    found = answer.get("message") or answer.get("reason") or answer.get("status") or "no reason is given"
-    return " ".join(str(found).split())[:300]
+def _quoted(answer: Mapping[str, object]) -> str:
+    """The name of a ticket, as a part of a path."""
+    return urllib.parse.quote(str(answer.get("id", "")), safe="")
 
 
 def _unpacked(raw: bytes, origin: str) -> dict[str, str]:
@@ -247,7 +157,7 @@ def _unpacked(raw: bytes, origin: str) -> dict[str, str]:
                     )
                 total += member.size
                 if total > _MOST_BYTES:
-                    raise UserError(f"{origin} unpacks to more than 2 GiB; nothing of it is taken")
+                    raise UserError(f"{origin} unpacks to more than {in_words(_MOST_BYTES)}; nothing of it is taken")
                 if member.isfile() and place.name in (UNIREF, ENVIRONMENTAL, PAIRED):
                     file = tar.extractfile(member)
                     found[place.name] = "" if file is None else file.read().decode("utf-8", "replace")

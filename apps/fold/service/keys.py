@@ -92,8 +92,8 @@ def read_keys(path: Path | None) -> Keys:
 
 def _owner(words: list[str], where: str) -> Owner:
     key, name, *limits = [*words, ""] if len(words) == 1 else words
-    if len(key) < _SHORTEST:
-        raise UserError(f"{where}: a key has {_SHORTEST} characters or more, such as those of `openssl rand -hex 16`")
+    if len(key) < _SHORTEST or not key.isascii():  # a header carries no others
+        raise UserError(f"{where}: a key has {_SHORTEST} ASCII characters or more, as of `openssl rand -hex 16`")
     if not name or "=" in name:
         raise UserError(f"{where}: no name behind the key; write KEY NAME [jobs=N] [disk=SIZE]")
     jobs, disk = None, None

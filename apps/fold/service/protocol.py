@@ -111,3 +111,9 @@ def query_of(kind: Kind, form: bytes, max_sequences: int, max_residues: int) -> 
     if residues > max_residues:
         raise UserError(f"{residues} residues; this server takes {max_residues} a ticket")
     return Query(kind, mode, tuple((record.name, record.sequence) for record in records))
+
+
+def said(answer: Mapping[str, Any]) -> str:
+    """Why a ticket is as it is, in a line."""
+    found = answer.get("message") or answer.get("reason") or answer.get("status") or "no reason is given"
+    return " ".join(str(found).split())[:300]

@@ -3,8 +3,10 @@
 import gzip
 import io
 import json
+import ssl
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,29 +20,35 @@ from apps.fold.complexes import find_complex
 from apps.fold.features.alignment import check_query, read_alignment
 from apps.fold.features.sequences import read_fasta
 from apps.fold.msa import main
-from apps.fold.service import client
+from apps.fold.service import client, connection
 from apps.fold.service.answers import packed
-from apps.fold.service.client import GivenUp, Service
+from apps.fold.service.client import Service, read_key
+from apps.fold.service.connection import GivenUp
 from core.config import UserError
 from tests.support.msa_server import CRAMBIN, UBIQUITIN, begun, configured, serving
 
 ENTRY = f">101\n{CRAMBIN}\n>hit\n{CRAMBIN[:-1]}-\n\0"
 FILES = {"uniref.a3m": ENTRY.encode(), "bfd.mgnify30.metaeuk30.smag30.a3m": f">101\n{CRAMBIN}\n\0".encode()}
-Answer = Callable[[str, bytes], tuple[int, bytes]]
+CERTIFICATE = Path(__file__).parents[2] / "data" / "loopback.pem"
+Answer = Callable[..., tuple[Any, ...]]
 
 
 @contextmanager
-def server(answer: Answer) -> Iterator[tuple[str, list[str]]]:
-    """A server whose answers a function gives; its address, and the paths that were asked for."""
+def server(answer: Answer, certificate: Path | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A server whose answers, (status, body, headers …), a function of path, body and headers gives.
+
+    Its address, and the paths that were asked for.
+    """
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked.append(self.path)
-            status, content = answer(self.path, body)
+            status, content, *more = answer(self.path, body, self.headers)
             self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
+            for name, value in [("Content-Length", str(len(content))), *more]:
+                self.send_header(name, value)
             if status == 302:
                 self.send_header("Location", "http://127.0.0.1:9/")
             self.end_headers()
@@ -52,10 +60,14 @@ def server(answer: Answer) -> Iterator[tuple[str, list[str]]]:
             pass
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        listening.socket = context.wrap_socket(listening.socket, server_side=True)
     thread = threading.Thread(target=listening.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.server_address[1]}", asked
+        yield f"http{'s' if certificate else ''}://127.0.0.1:{listening.server_address[1]}", asked
     finally:
         listening.shutdown()
         listening.server_close()
@@ -66,7 +78,7 @@ def said(**content: Any) -> bytes:
 
 
 def answering(files: bytes) -> Answer:
-    return lambda path, _: (200, files if path.startswith("/result") else said(id="x", status="COMPLETE"))
+    return lambda path, *_: (200, files if "/result/" in path else said(id="x", status="COMPLETE"))
 
 
 @pytest.fixture
@@ -80,7 +92,7 @@ def fasta(tmp_path: Path) -> Path:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short looks, and pauses without chance."""
     monkeypatch.setattr(client, "_LOOK_S", 0.02)
-    monkeypatch.setattr(client.random, "uniform", lambda low, high: low)
+    monkeypatch.setattr(connection.random, "uniform", lambda low, high: low)
 
 
 def service(url: str, folder: Path, pauses: list[float] | None = None, wait_s: float = 60.0) -> Service:
@@ -140,6 +152,24 @@ def test_predictions_with_a_server(tmp_path: Path, capsys: pytest.CaptureFixture
     assert summary[2].startswith("wrong,24,failed: ")
     with pytest.raises(UserError, match="--msa and --msa-server"):
         predict.main([*options, running.url, "--msa", str(tmp_path)])
+
+
+def test_what_ranks_will_refuse_is_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before ranks begin: of complexes, of residues without atoms where they are relaxed, of single chains of one."""
+    monkeypatch.setattr(predict, "launch", lambda *_: 0)
+    fasta = tmp_path / "in.fasta"
+    fasta.write_text(f">cram\n{CRAMBIN}\n>two\n{UBIQUITIN}:{CRAMBIN}\n>odd\nXX{CRAMBIN}\n")
+    words = [str(fasta), "--nproc", "2", "--device", "cpu", "--msa-server-folder", str(tmp_path / "mine")]
+    with server(answering(packed(FILES))) as (url, asked):
+        assert predict.main([*words, "--msa-server", url, "--relax", "best"]) == 0
+        assert "note: the sequences of 1 records (46 residues) are sent" in capsys.readouterr().err
+        assert asked == ["/ticket/msa", "/result/download/x"]
+        fasta.write_text(f">cram\n{CRAMBIN}\n>ubi\n{UBIQUITIN}\n")
+        monkeypatch.setattr(predict, "is_multimer", lambda _: True)
+        assert predict.main([*words, "--msa-server", url]) == 0
+        assert "note: the sequences of 1 records (122 residues) are sent" in capsys.readouterr().err
 
 
 def test_one_policy_of_retries(tmp_path: Path) -> None:
@@ -241,9 +271,24 @@ def test_a_server_that_is_given_up(answer: Answer, message: str, requests: int, 
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0][: requests - 1]
 
 
+@pytest.mark.parametrize(("login", "key", "sent"), [("a%40b:c@", None, "Basic YUBiOmM="), ("a:b@", "k", "Bearer k")])
+def test_keys_are_sent(login: str, key: str | None, sent: str, tmp_path: Path) -> None:
+    headers: list[str] = []
+
+    def noting(path: str, body: bytes, given: Any) -> tuple[Any, ...]:
+        headers.append(given["Authorization"])
+        return answering(packed(FILES))(path, body)
+
+    with server(noting) as (url, _):
+        asked = Service(url.replace("//", f"//{login}"), key, tmp_path, 60.0)
+        asked.alignment(read_fasta(_one(tmp_path))[0][0])
+        assert asked.url == url
+    assert headers == 2 * [sent]
+
+
 def test_a_server_that_is_down(fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     """One line for each record, exit code 2; what is known is there all the same."""
-    monkeypatch.setattr(client, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(connection, "_PAUSE_S", 0.0)
     url = "http://anna:secret@127.0.0.1:9"
     asked = Service(url, None, tmp_path / "mine", 60.0)
     kept = asked.kept(read_fasta(fasta)[0][0])
@@ -257,12 +302,76 @@ def test_a_server_that_is_down(fasta: Path, tmp_path: Path, capsys: pytest.Captu
     assert len(lines) == 2
     assert "record 2 (two): the server http://127.0.0.1:9: it does not answer" in told.err
     assert "secret" not in told.err
-    assert asked._headers["Authorization"].startswith("Basic ")
+
+
+def test_a_server_says_how_long_to_wait(tmp_path: Path) -> None:
+    script = [(503, said(status="MAINTENANCE"), ("Retry-After", "7")), (429, b"", ("Retry-After", "Fri, 1 Jan"))]
+    pauses: list[float] = []
+    with server(lambda *_: script.pop(0) if script else answering(packed(FILES))(*_)) as (url, _):
+        service(url, tmp_path, pauses).alignment(read_fasta(_one(tmp_path))[0][0])
+    assert pauses == [7.0, 2.0]
+
+
+def test_limits_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its size as it comes, of the time for all of it, and of that between two pieces."""
+    record, whole = read_fasta(_one(tmp_path))[0][0], packed(FILES)
+
+    def late(path: str, body: bytes, *_: Any) -> tuple[Any, ...]:
+        time.sleep(0.3)
+        return answering(whole)(path, body)
+
+    with server(late) as (url, asked):
+        monkeypatch.setattr(connection, "_MOST_BYTES", len(whole) - 1)
+        with pytest.raises(UserError, match=r"to result has more than .* bytes") as caught:
+            service(url, tmp_path).alignment(record)
+        assert not isinstance(caught.value, GivenUp)
+        monkeypatch.setattr(connection, "_MOST_BYTES", len(whole))
+        monkeypatch.setattr(connection, "_SLOWEST_S", 0.1)
+        with pytest.raises(UserError, match=r"to ticket takes more than 0\.1 s"):
+            service(url, tmp_path).alignment(record)
+        monkeypatch.setattr(connection, "_TIMEOUT_S", 0.05)
+        asked.clear()
+        with pytest.raises(GivenUp, match=r"does not answer \(timed out\), asked 6 times"):
+            service(url, tmp_path).alignment(record)
+        assert len(asked) == 6
+
+
+def test_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = read_fasta(_one(tmp_path))[0][0]
+    with server(answering(packed(FILES))) as (url, asked):
+        monkeypatch.setenv("http_proxy", url)
+        assert service("http://alignments.invalid", tmp_path).alignment(record).exists()
+        assert asked == ["http://alignments.invalid/ticket/msa", "http://alignments.invalid/result/download/x"]
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert service(url, tmp_path).alignment(record).exists()
+        assert len(asked) == 4
+    monkeypatch.setenv("http_proxy", "gopher://127.0.0.1")
+    with pytest.raises(UserError, match="mend HTTP_PROXY"):
+        service(url, tmp_path)
+
+
+def test_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody vouches for is told of at once; the environment may name who does."""
+    record = read_fasta(_one(tmp_path))[0][0]
+    with server(answering(packed(FILES)), CERTIFICATE) as (url, asked):
+        pauses: list[float] = []
+        with pytest.raises(GivenUp, match=r"certificate is not trusted \(self-signed certificate\)"):
+            service(url, tmp_path, pauses).alignment(record)
+        assert asked == pauses == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+        assert service(url, tmp_path).alignment(record).exists()
+        assert len(asked) == 2
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="SSL_CERT_FILE"):
+        service(url, tmp_path)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     for words, message in (
         (["--server", "ftp://x"], "ftp://x is no address of a server"),
+        (["--server", "http://x:99999"], "http://x:99999 is no address"),
+        (["--server", "http://anna:secret@a..b/"], "^http://a..b/ is no address"),
         (["--server", "http://x", "--databases", "db.fasta"], "--databases with --server"),
         (["--databases", "db.fasta", "--server-wait-s", "3"], "--server-wait-s without --server"),
         (["--server", "http://x", "--server-wait-s", "0"], "server_wait_s=0"),
@@ -270,3 +379,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             main([str(_one(tmp_path)), *words])
+    (tmp_path / "key").write_text("schlüssel\n")
+    with pytest.raises(UserError, match="printable ASCII"):
+        read_key(tmp_path / "key")
+
+
+def test_without_httpx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"httpx2, which is not installed; pip install 'megalith\[fold\]'"):
+        main([str(_one(tmp_path)), "--server", "http://127.0.0.1:9"])

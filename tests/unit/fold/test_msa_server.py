@@ -93,7 +93,7 @@ def test_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     for text, said in (
         ("", "holds no key"),
-        ("short anna", "16 characters"),
+        ("short anna", "16 ASCII characters"),
         ("0123456789abcdef", "no name behind"),
         ("0123456789abcdef anna cores=3", "cores=3 is no limit"),
         ("0123456789abcdef anna\n0123456789abcdef bert", "twice"),

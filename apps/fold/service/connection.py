@@ -1,0 +1,190 @@
+"""Requests to a server of ColabFold's protocol, and the one policy of retries.
+
+1. a request that fails on the way, or by the server's fault (5xx, 429), is repeated after a pause twice as long each
+   time, or as long as the server asks for (Retry-After), `_TRIES` times in a row at most
+2. a server that refuses (401, 403), redirects, speaks something else, or has a certificate that is not trusted, is
+   given up at once; none that was given up is asked again, by any thread
+3. an answer has limits of time and of size
+
+httpx takes proxies and certificates' authorities from the environment (HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE, …).
+"""
+
+import json
+import random
+import re
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from apps.fold.service.protocol import said
+from core.config import UserError, in_words
+
+_TRIES = 6
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_TIMEOUT_S = 60.0  # to connect, and between two pieces of an answer
+_SLOWEST_S = 1800.0  # for an answer, which may come drop by drop
+_MOST_BYTES = 1 << 31  # of a result
+_MOST_SAID_BYTES = 1 << 20  # of a ticket, and of a refusal
+_REFUSING = (401, 403)
+
+
+class GivenUp(UserError):
+    """The server is down, or refuses: no other record need ask it."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    body: bytes
+    again_s: float
+    """how long the server asks to wait"""
+
+
+class Connection:
+    """A server at a URL.  Its methods may be called from several threads.
+
+    key  as the server's owner gave it; a name and a password may stand in the URL instead
+    """
+
+    def __init__(self, url: str, key: str | None, sleep: Callable[[float], None] = time.sleep):
+        self.url, login = _address(url)
+        self._sleep = sleep
+        self._given_up, self._lock = "", threading.Lock()
+        headers = {"User-Agent": "megalith/0.1 fold", "Accept": "application/json, application/octet-stream"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            self._client = httpx2.Client(
+                headers=headers,
+                auth=login if key is None else None,
+                timeout=_TIMEOUT_S,
+                limits=httpx2.Limits(max_keepalive_connections=0),  # requests are seconds apart
+                follow_redirects=False,  # a key is sent to the address that the user gave, and to no other
+            )
+        except (ValueError, ImportError, OSError, httpx2.InvalidURL) as error:
+            raise UserError(
+                f"cannot ask {self.url} ({error}); mend HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE"
+            ) from None
+
+    def ask(self, path: str, form: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The JSON object of an answer, which has a status.  Raises as `request`."""
+        raw = self.request(path, form, _MOST_SAID_BYTES)
+        try:
+            answer = json.loads(raw)
+            return answer | {"status": str(answer["status"])}
+        except (ValueError, KeyError, TypeError):
+            raise self._give_up(f"its answer to {_kind(path)} is not of ColabFold's protocol") from None
+
+    def request(self, path: str, form: Mapping[str, str] | None = None, most_bytes: int | None = None) -> bytes:
+        """The body of an answer to GET, or, with a form, to POST.
+
+        Raises UserError where it is too large or too slow, GivenUp where the server is no use to others, either.
+        """
+        pauses, reason, again_s = self.pauses(), "", 0.0
+        for attempt in range(_TRIES):
+            if self._given_up:
+                raise GivenUp(self._given_up)
+            if attempt:
+                self._sleep(max(next(pauses), again_s))
+            again_s = 0.0
+            try:
+                answer = self._asked(path, form, _MOST_BYTES if most_bytes is None else most_bytes)
+            except httpx2.RequestError as error:
+                if found := _untrusted(error):
+                    raise self._give_up(f"its certificate is not trusted ({found}), nor by SSL_CERT_FILE") from None
+                what = "the proxy: " if isinstance(error, httpx2.ProxyError) else ""
+                reason = f"{what}{error}" if str(error) else type(error).__name__
+                continue
+            if answer.status == 200:
+                return answer.body
+            if answer.status in _REFUSING:
+                raise self._give_up(f"it refuses ({answer.status}): {_message(answer.body)}")
+            if answer.status < 500 and _has_status(answer.body):
+                return answer.body
+            if answer.status < 500 and answer.status != 429:
+                raise self._give_up(f"it answers {answer.status} to {_kind(path)}")
+            reason, again_s = f"it answers {answer.status}: {_message(answer.body)}", answer.again_s
+        raise self._give_up(f"it does not answer ({reason}), asked {_TRIES} times")
+
+    @staticmethod
+    def pauses() -> Iterator[float]:
+        """Seconds, twice as long each time, and longer by chance, so that clients do not ask all at once."""
+        pause = _PAUSE_S
+        while True:
+            yield pause * random.uniform(1, 1.5)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _asked(self, path: str, form: Mapping[str, str] | None, most_bytes: int) -> _Answer:
+        """One answer, as long as it is."""
+        body, due = bytearray(), time.monotonic() + _SLOWEST_S
+        with self._client.stream("GET" if form is None else "POST", f"{self.url}/{path}", data=form) as response:
+            for piece in response.iter_bytes():
+                body += piece
+                if not response.is_success and len(body) > _MOST_SAID_BYTES:
+                    break
+                if len(body) > most_bytes:
+                    raise UserError(f"the answer of {self.url} to {_kind(path)} has more than {in_words(most_bytes)}")
+                if time.monotonic() > due:
+                    raise UserError(f"the answer of {self.url} to {_kind(path)} takes more than {_SLOWEST_S:g} s")
+            asked_for = response.headers.get("Retry-After", "")
+            again_s = min(float(asked_for), _LONGEST_PAUSE_S) if asked_for.isdecimal() else 0.0
+            return _Answer(response.status_code, bytes(body), again_s)
+
+    def _give_up(self, reason: str) -> GivenUp:
+        with self._lock:
+            self._given_up = self._given_up or (
+                f"the server {self.url}: {reason}; give another, or search here (megalith fold msa --databases)"
+            )
+        return GivenUp(self._given_up)
+
+
+def _address(url: str) -> tuple[str, tuple[str, str] | None]:
+    """The address without what stands behind its path, and the name and the password in it.
+
+    Raises UserError for what is none.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, _ = (parts.hostname or "").encode("idna"), parts.port  # which raise ValueError where there is none such
+        is_address = parts.scheme in ("http", "https") and bool(host) and bool(httpx2.URL(url).host)
+    except (ValueError, httpx2.InvalidURL):
+        is_address = False
+    if not is_address:
+        shown = re.sub(r"//[^/]*@", "//", url)
+        raise UserError(f"{shown} is no address of a server; give one such as http://127.0.0.1:8080")
+    name, password = (urllib.parse.unquote(part or "") for part in (parts.username, parts.password))
+    cleaned = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+    return cleaned, (name, password) if name or password else None
+
+
+def _kind(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _untrusted(error: BaseException | None) -> str:
+    """What is wrong with a certificate; empty where something else is."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _has_status(body: bytes) -> bool:
+    try:
+        return "status" in json.loads(body)
+    except (ValueError, TypeError):
+        return False
+
+
+def _message(body: bytes) -> str:
+    try:
+        return said(json.loads(body))
+    except (ValueError, TypeError, AttributeError):
+        return " ".join(body.decode("utf-8", "replace").split())[:200] or "no reason is given"
