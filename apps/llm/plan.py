@@ -48,6 +48,8 @@ from core.models.decoder import DecoderConfig
 from core.models.shapes import SHAPES
 from core.optim.build import without_size
 from core.parallel.pipeline.schedule import SCHEDULES, bubble_in_theory
+from core.runtime import device_kind
+from core.trace.machine import described_bandwidth
 from core.trace.segments import Segments
 from core.train.segments import described
 
@@ -116,7 +118,9 @@ def main(argv: list[str]) -> int:
     checked = check_run(config) if config.check else None
     if config.recompute.mode == "budget":
         model = foreign or OwnModel(config)
-        found = chosen(config, resolved_mesh(config), config.speed, model)
+        kind = "cuda" if config.gpu is not None else device_kind(config.device)
+        link = described_bandwidth(config.speed, 1e9 * config.bandwidth_gb_s, 1)
+        found = chosen(config, resolved_mesh(config), config.speed, model, kind, link)
         console.print(described(found))
         _show_traced(config, model, console, found.segments)
     elif config.gemini.budget is not None:

@@ -127,7 +127,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
         if self.peak_flops is None:
             why = "and what this machine's device computes in a second is not known; give --gpu, such as A100"
             found["utilisation"] = why
-            if self.gemini.budget is None:
+            if not is_traced(self):
                 found["bandwidth_gb_s"] = why
         if not is_traced(self) and self.source is None:
             found["memory_gb_s"] = "without a budget; give --gemini.budget or --recompute.mode budget"

@@ -36,7 +36,7 @@ from core.placement.stages import Costs
 from core.placement.table import Transforms
 from core.precision import compute_dtype
 from core.runtime import Runtime, device_bytes, device_kind, device_of, launched, leads, ranks_of, start
-from core.trace.machine import speed_of
+from core.trace.machine import bandwidth_of, speed_of
 from core.trace.segments import Segments
 from core.train import fit, launch_run, open_run
 from core.train.segments import described
@@ -72,6 +72,8 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
     segments = chosen_segments(config)
     with start(config.device, config.seed) as runtime, open_run(config, runtime):
         mesh = runtime.mesh(config.mesh, config.zero)
+        if segments is not None:
+            segments = of_first(segments)
         with torch.device("meta"):
             model = Decoder(config.model)
         parallel = parallelize(
@@ -105,14 +107,15 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
 
 
 def chosen_segments(config: PretrainConfig) -> Segments | None:
-    """In mode budget what is computed again, alike on every rank; chosen before there are ranks: a trace pretends some.
+    """In mode budget what is computed again or waits elsewhere; chosen before there are ranks: a trace pretends some.
 
     None in other modes.
     """
     if config.recompute.mode != "budget":
         return None
-    speed = speed_of(device_of(config.device), compute_dtype(config.precision))
-    found = chosen(config, check_combination(config), speed, OwnModel(config))
+    device, dtype = device_of(config.device), compute_dtype(config.precision)
+    link = bandwidth_of(device, 1)
+    found = chosen(config, check_combination(config), speed_of(device, dtype), OwnModel(config), device.type, link)
     if leads():
         print(described(found))
     return found.segments
@@ -124,10 +127,14 @@ def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
     if run.pp == 1 or config.pipeline.cost == "estimated":
         return stage_costs(decoder_shape(config.model), run)
     dtype = compute_dtype(config.precision)
-    measured = measured_costs(config.model, run.microbatch_size, run.sequence_length, dtype, runtime.device)
-    views = [measured]
-    dist.broadcast_object_list(views, src=0)
-    return views[0]
+    return of_first(measured_costs(config.model, run.microbatch_size, run.sequence_length, dtype, runtime.device))
+
+
+def of_first(value: Any) -> Any:
+    """What the first rank has found, who measures as little alike as the others."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def kernels(runtime: Runtime) -> Transforms:

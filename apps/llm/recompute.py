@@ -16,8 +16,8 @@ from core.estimate.pipeline import stage_costs
 from core.mesh import MeshConfig
 from core.models.decoder import Decoder
 from core.models.plan import decoder_plan
-from core.trace.machine import Speed
-from core.train.segments import choose_segments
+from core.trace.machine import Bandwidth, Speed
+from core.train.segments import choose_segments, lines_of
 
 
 class OwnModel:
@@ -36,8 +36,14 @@ class OwnModel:
         return partial(token_loss, batch=microbatch(self._config, rows, length))
 
 
-def chosen(config: PretrainConfig, mesh: MeshConfig, speed: Speed, model: ForeignModel | OwnModel) -> Checkpointing:
-    """The segments of a model.  Raises UserError for a budget in which none fit."""
+def chosen(
+    config: PretrainConfig, mesh: MeshConfig, speed: Speed, model: ForeignModel | OwnModel, kind: str, link: Bandwidth
+) -> Checkpointing:
+    """The segments of a model.  Raises UserError for a budget in which none fit.
+
+    kind, link  cpu or cuda, of the device, and its link to the host
+    """
     rows = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
     loss = model.loss(max(rows), config.data.sequence_length)
-    return choose_segments(model.build(), loss, mesh, config, speed, model.plan, config.optim, len(rows))
+    lines = lines_of(config.recompute, kind, link)
+    return choose_segments(model.build(), loss, mesh, config, speed, model.plan, config.optim, len(rows), lines)

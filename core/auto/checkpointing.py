@@ -11,6 +11,9 @@ Rotor. In m bytes, blocks s … t, whose input is there, are computed and taken 
         f_s + C(s+1, t, m - w_s) + b_s                 s keeps everything, w_s
         f_s + C(s+1, t, m - v_s) + u_s + b_s           s keeps results of operators, v_s, and computes the rest again
                                                        in u_s (a line for each of `core.trace.segments.Results`)
+        f_s + C(s+1, t, m - v_s) + x_s + b_s           in the first forward alone: what s keeps waits elsewhere but for
+                                                       v_s (a line for each `core.trace.segments.Form`), and x_s of its
+                                                       copies is longer than what they run beside
 
 where what runs has room, else infinity. Over it stands the same for the first forward, T(s, m), with the head at its
 end. This gives the best of all schedules that keep what they keep until its backward (memory persistent ones).
@@ -18,7 +21,8 @@ end. This gives the best of all schedules that keep what they keep until its bac
 What is more here than in the paper: the levels of `core.trace.chain`, since gradients come to be meanwhile; that the
 last block of a segment runs only as far as its backward needs; blocks that no segment goes over; results of operators
 that a block keeps alone. Of a pipeline's stage what the first forward keeps is charged for each microbatch in flight,
-but to the blocks behind alone; the rest is known to the simulator.
+but to the blocks behind alone; the rest is known to the simulator. So are blocks whose activations wait elsewhere but
+are still there, or there again, while the next block runs: of that block the least is charged that it may take.
 
 1. Sizes are rounded up to slots, and C is a table of blocks x blocks x slots. A second table has the lower quarter in
    as many slots, where memory is scarce.
@@ -29,14 +33,14 @@ but to the blocks behind alone; the rest is known to the simulator.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from core.trace.chain import Chain, ChainBlock, Kept, Simulated, simulate
-from core.trace.segments import Lean, Results, Segments
+from core.trace.chain import Chain, ChainBlock, Keeps, Kept, Simulated, keeps_of, simulate
+from core.trace.segments import FORMS, Away, Form, Lean, Segments
 
 SLOTS = 500
 """For the bytes between the least that a step takes and the most."""
@@ -193,9 +197,26 @@ class _Table:
     ) -> NDArray[np.float32]:
         """A block that is kept, of so many microbatches, and the rest with what is left."""
         kept = times * how.num_bytes
-        row = self._less(rest, kept) + np.float32(of.forward_s + how.again_s + of.backward_s)
-        back = how.back + (of.shared if how is of.whole else 0)  # what is before it is not known here
+        row = self._less(rest, kept - how.away) + np.float32(of.forward_s + how.again_s + of.backward_s)
+        back = how.back + (of.shared if of.keeps_all(how) else 0)  # what is before it is not known here
         return self._from(row, beside + how.peak, back + kept + how.backward_peak)
+
+    def _kept_away(self, s: int, form: Form, how: Kept) -> NDArray[np.float32]:
+        """A block whose activations wait elsewhere; they are there while the next one runs, and when it runs back."""
+        of, line = self.chain.blocks[s], self.chain.lines.get(form)
+        if s + 1 == self.count and how.away:  # it is still there when its backward begins
+            return np.full(self.slots + 1, np.inf, np.float32)
+        row = self._kept(of, how, self.outer[s + 1], of.first)
+        if line is not None:
+            hidden = (of.forward_s, of.backward_s) if line.overlaps else (0.0, 0.0)
+            row = row + np.float32(max(0.0, how.send_s - hidden[0]) + max(0.0, how.fetch_s - hidden[1]))
+        if not how.away:
+            return row
+        behind = self.chain.blocks[s + 1]
+        runs = min(behind.dropping_peak, *(other.peak for other in behind.ways.values()))
+        again = behind.again + min(behind.refill_peak, behind.refilled + behind.refilled_peak)
+        back = min(again, *(other.back + other.num_bytes + other.backward_peak for other in behind.ways.values()))
+        return self._from(row, behind.first + how.num_bytes + runs, back + how.num_bytes)
 
     # T.
 
@@ -217,8 +238,9 @@ class _Table:
 
     def _outer_kept(self, s: int) -> list[NDArray[np.float32]]:
         """A row for each way in which the block can be kept."""
-        of = self.chain.blocks[s]
-        return [self._kept(of, how, self.outer[s + 1], of.first, self.flying) for how in self.ways[s].values()]
+        of, rest = self.chain.blocks[s], self.outer[s + 1]
+        here = [self._kept(of, how, rest, of.first, self.flying) for how in self.ways[s].values()]
+        return here + [self._kept_away(s, form, how) for form, how in of.away.items()]
 
     # The way back.
 
@@ -251,30 +273,30 @@ class _Table:
                 end = s + 1 + k
                 handed = self.chain.output if end == self.count else self.chain.blocks[end].input
                 return (inner(s, s + k, m), *outer(end, m - self._slots(self.flying * handed)))
-            keeps, how = list(self.ways[s].items())[kept.index(min(kept))]
-            return _joined(keeps, outer(s + 1, m - self._slots(self.flying * how.num_bytes)))
+            keeps, how = [*self.ways[s].items(), *self.chain.blocks[s].away.items()][kept.index(min(kept))]
+            return _joined(keeps, outer(s + 1, m - self._slots(self.flying * how.num_bytes - how.away)))
 
         return [outer(0, int(m)) for m in faster]
 
 
-def _best_ways(of: ChainBlock) -> dict[Results | None, Kept]:
-    """Those in which a block can be kept and that no other one is better than in everything."""
+def _best_ways(of: ChainBlock) -> dict[Keeps, Kept]:
+    """Those in which a block can be kept where it is and that no other one is better than in everything."""
 
     def costs(how: Kept) -> tuple[float, ...]:
         back = how.back + (of.shared if how is of.whole else 0)
         return how.peak, how.num_bytes, back + how.num_bytes + how.backward_peak, how.again_s
 
-    found: dict[Results | None, Kept] = {}
-    for keeps, how in of.ways.items():
+    found: dict[Keeps, Kept] = {}
+    for keeps, how in of.here.items():
         if not any(all(a <= b for a, b in zip(costs(other), costs(how), strict=True)) for other in found.values()):
             found[keeps] = how
     return found
 
 
-def _joined(keeps: Results | None, rest: Segments) -> Segments:
+def _joined(keeps: Keeps, rest: Segments) -> Segments:
     """A block that is kept, before the rest."""
-    if keeps is None:
-        return (1 + rest[0], *rest[1:]) if rest and isinstance(rest[0], int) else (1, *rest)
-    if rest and isinstance(rest[0], Lean) and rest[0].keeps == keeps:
-        return (Lean(1 + rest[0].blocks, keeps), *rest[1:])
-    return (Lean(1, keeps), *rest)
+    first = 1 if keeps is None else Away(1, keeps) if keeps in FORMS else Lean(1, keeps)
+    if rest and not isinstance(rest[0], tuple) and keeps_of(rest[0]) == keeps:
+        more = rest[0] + 1 if isinstance(rest[0], int) else replace(rest[0], blocks=rest[0].blocks + 1)
+        return (more, *rest[1:])
+    return (first, *rest)

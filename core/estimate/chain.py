@@ -1,14 +1,15 @@
 """What a model's blocks cost, one by one: the chain (`core.trace.chain`) that segments are chosen for.
 
 Steps of the run's run on tensors without memory, as `core.estimate.step` runs them: one in which every block is a
-segment of its own, so that it keeps its input and runs again, one in which all blocks keep everything, and one for each
-kind of operators whose results they can keep. Marks where blocks begin and end, in both directions, cut them into
+segment of its own, so that it keeps its input and runs again, one in which all blocks keep everything, one for each
+kind of operators whose results they can keep, and one for each way in which activations can wait elsewhere. Marks
+where blocks begin and end, in both directions, cut them into
 sections, and of these come the levels and peaks of each block, whatever it is: bytes of its own tensors, of the
 gradients that it makes, of buckets and messages between.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,9 +31,9 @@ from core.placement.table import NO_PLAN, ModelPlan, model_plan
 from core.runtime import pretended
 from core.trace.account import plain_tensors
 from core.trace.alike import Label
-from core.trace.chain import Chain, ChainBlock, Kept
+from core.trace.chain import Chain, ChainBlock, Kept, Line
 from core.trace.machine import Speed
-from core.trace.segments import Lean, Results, Segments
+from core.trace.segments import Away, Form, Lean, Results, Segments
 
 
 def estimate_chain(
@@ -44,8 +45,11 @@ def estimate_chain(
     plan: ModelPlan | Plan = NO_PLAN,
     optimizer: OptimConfig | None = None,
     num_microbatches: int = 1,
+    lines: Mapping[Form, Line] | None = None,
 ) -> Chain:
     """The chain of a model's blocks in a step of a run in mode budget; its arguments are those of `estimate_step`.
+
+    lines  of copies to where activations may wait; without any nothing waits elsewhere. On one stage
 
     The levels are of the whole device: parameters, gradients, the optimizer's state. The model is left as it was.
 
@@ -67,7 +71,7 @@ def estimate_chain(
                 chain = chain_of(spread.model)
                 few = min(num_microbatches, 2)
 
-                def steps(*segments: int | Lean | Segments) -> _Steps:
+                def steps(*segments: int | Lean | Away | Segments) -> _Steps:
                     chain.follow(segments)
                     found = _steps_of(account, spread, chain, few, loss)
                     found.least = _rest(account, spread, state, found)
@@ -80,13 +84,42 @@ def estimate_chain(
                         lean[keeps] = steps(Lean(len(blocks), keeps))
                     if chain.kept:
                         lean["products"] = products
+                away = {form: steps(Away(len(blocks), form)) for form in _traced_forms(lines)}
             except RuntimeError as error:
                 said = next(iter(str(error).splitlines()), "")
                 raise UserError(
                     f"recompute.mode=budget: this model's step cannot be foreseen without values "
                     f"({type(error).__name__}: {said}); use --recompute.mode full, sqrt or recursive"
                 ) from error
-    return replace(_chain(again, whole, lean, len(blocks)), single=parallel.zero == 3)
+    found = _chain(again, whole, lean, away, len(blocks))
+    return replace(_with_lines(found, lines or {}), single=parallel.zero == 3)
+
+
+def _traced_forms(lines: Mapping[Form, Line] | None) -> list[Form]:
+    """One for all places, where a device's bytes are the same; the line of what is compressed is None."""
+    if lines is None:
+        return []
+    return ["host", "compressed"] if lines else ["compressed"]
+
+
+def _with_lines(chain: Chain, lines: Mapping[Form, Line]) -> Chain:
+    """The chain with a way for each place to which there is a line, as long as its copies take."""
+
+    def ways(of: ChainBlock) -> dict[Form, Kept]:
+        found: dict[Form, Kept] = {}
+        for form, how in of.away.items():
+            if how.num_bytes - how.away < of.whole.num_bytes:
+                if form == "compressed":
+                    found[form] = how
+                else:
+                    found |= {place: _over(how, line) for place, line in lines.items()}
+        return found
+
+    return replace(chain, blocks=tuple(replace(of, away=ways(of)) for of in chain.blocks), lines=dict(lines))
+
+
+def _over(how: Kept, line: Line) -> Kept:
+    return replace(how, send_s=how.away / line.send_bytes_per_s, fetch_s=how.away / line.fetch_bytes_per_s)
 
 
 def _fewer(kept: set[str]) -> list[Results]:
@@ -96,13 +129,14 @@ def _fewer(kept: set[str]) -> list[Results]:
 
 @dataclass
 class _Event:
-    """A mark: what begins with it and of which block, and what was before."""
+    """A mark: what begins with it and of which block, and what was before; `away`: bytes that were sent elsewhere."""
 
     what: str
     block: int
     section: int
     flops: float
     seconds: float
+    away: int
 
 
 @dataclass
@@ -132,7 +166,7 @@ def _steps_of(
 
     def mark(what: str, block: int) -> None:
         account.mark(Label(what, "chain", block))
-        event = _Event(what, block, len(account.sections) - 1, account.flops, account.seconds)
+        event = _Event(what, block, len(account.sections) - 1, account.flops, account.seconds, chain.bytes_away())
         found.microbatches[-1].append(event)
 
     def observe(what: str, block: int, passed: Sequence[Tensor], held: Sequence[Tensor]) -> None:
@@ -208,6 +242,10 @@ class _Levels:
         first, last = _first(self.events, *begin), _first(self.events, *end)
         return last.seconds - first.seconds, last.flops - first.flops
 
+    def away(self, block: int) -> int:
+        """Bytes that a block's forward has sent elsewhere."""
+        return _first(self.events, "end", block).away - _first(self.events, "begin", block).away
+
     def most(self, begin: tuple[str, int], *ends: tuple[str, int]) -> int:
         """Between a mark and the first of others, that of it included."""
         first = _first(self.events, *begin).section
@@ -215,14 +253,23 @@ class _Levels:
         return max(max(alive) for alive in self.alive[first:last])
 
 
-def _chain(again: _Steps, whole: _Steps, lean: dict[Results, _Steps], num_blocks: int) -> Chain:
+def _chain(
+    again: _Steps, whole: _Steps, lean: dict[Results, _Steps], away: dict[Form, _Steps], num_blocks: int
+) -> Chain:
     inputs = [sum(n for key, n in again.passed[k].items() if key not in again.held) for k in range(num_blocks)]
     output = sum(n for key, n in again.passed[-1].items() if key not in again.held)
-    every = [again, whole, *lean.values()]
+    every = [again, whole, *lean.values(), *away.values()]
     levels = [[_Levels(steps, events, num_blocks) for events in steps.microbatches] for steps in every]
     microbatches = [
-        _Microbatch(inputs, output, of_again, of_whole, dict(zip(lean, of_lean, strict=True)))
-        for of_again, of_whole, *of_lean in zip(*levels, strict=True)
+        _Microbatch(
+            inputs,
+            output,
+            of_again,
+            of_whole,
+            dict(zip(lean, others[: len(lean)], strict=True)),
+            dict(zip(away, others[len(lean) :], strict=True)),
+        )
+        for of_again, of_whole, *others in zip(*levels, strict=True)
     ]
     blocks = [
         replace(_most([of.block(k) for of in microbatches]), begins=k > 0 and not again.passed[k])
@@ -243,7 +290,11 @@ def _with_shared(blocks: Sequence[ChainBlock]) -> list[ChainBlock]:
     for index, (of, behind) in enumerate(pairwise(blocks)):
         shared = max(shared, of.shared) if not of.begins else of.shared
         if behind.begins:
-            found[index] = replace(of, whole=replace(of.whole, num_bytes=of.whole.num_bytes + shared))
+            found[index] = replace(
+                of,
+                whole=replace(of.whole, num_bytes=of.whole.num_bytes + shared),
+                away={form: replace(how, num_bytes=how.num_bytes + shared) for form, how in of.away.items()},
+            )
     return found
 
 
@@ -257,12 +308,18 @@ def _most(values: Sequence[Any]) -> Any:
 
 
 class _Microbatch:
-    """The levels of one, in each way: its blocks run again, keep everything, keep some results."""
+    """The levels of one, in each way: its blocks run again, keep everything, keep some results, keep all elsewhere."""
 
     def __init__(
-        self, inputs: Sequence[int], output: int, again: _Levels, whole: _Levels, lean: dict[Results, _Levels]
+        self,
+        inputs: Sequence[int],
+        output: int,
+        again: _Levels,
+        whole: _Levels,
+        lean: dict[Results, _Levels],
+        away: dict[Form, _Levels],
     ):
-        self.again, self.whole, self.lean = again, whole, lean
+        self.again, self.whole, self.lean, self.away = again, whole, lean, away
         self.inputs, self.output, self.last = inputs, output, len(inputs) - 1
         self.kept_inputs = list(accumulate(inputs))
         self.first = [again.at("begin", k) - self.kept_inputs[k] for k in range(len(inputs))]
@@ -295,12 +352,28 @@ class _Microbatch:
             refill_flops=refill_flops,
             shared=max(0, shared),
             lean={keeps: self._lean(levels, k) for keeps, levels in self.lean.items()},
+            away={form: self._away(levels, k) for form, levels in self.away.items()},
         )
 
     def _lean(self, of: _Levels, k: int) -> Kept:
         more = (a - b for a, b in zip(self._spent_back(of, k), self._spent_back(self.whole, k), strict=True))
         again_s, again_flops = (max(0.0, n) for n in more)
         return replace(self._kept(of, k), again_s=again_s, again_flops=again_flops)
+
+    def _away(self, of: _Levels, k: int) -> Kept:
+        """What is sent elsewhere is here until the next block has run, and again when that one's backward begins."""
+        before = of.away(k - 1) if k else 0
+        kept, own = self._kept(of, k), of.away(k)
+        running = (("begin", k), ("end", k))
+        ways = ((levels.spent(*running)[0], self._spent_back(levels, k)[0]) for levels in (of, self.whole))
+        more_s = sum(next(ways)) - sum(next(ways))
+        return replace(
+            kept,
+            num_bytes=kept.num_bytes + before,
+            backward_peak=kept.backward_peak - before,
+            again_s=max(0.0, more_s),
+            away=own,
+        )
 
     def _spent_back(self, of: _Levels, k: int) -> tuple[float, float]:
         return of.spent(("back", k), ("back", k - 1) if k else ("over", -1))

@@ -120,16 +120,17 @@ def coded_bytes(bits: int) -> float:
     return code.num_bytes / code.block
 
 
-def encode(flat: Tensor, bits: int | None) -> Code | None:
+def encode(flat: Tensor, bits: int | None, foreseen: bool = False) -> Code | None:
     """The shortest of the forms for numbers [elements]; None where they are shortest as they are.
 
-    bits  of a floating number; None: without loss
+    bits      of a floating number; None: without loss
+    foreseen  of the forms whose length does not depend on values
     """
     if flat.dtype == torch.bool:
         return _Bits.of(flat)
     if flat.is_floating_point() and bits is not None:
         return _FewBits.of(flat, bits)
-    if isinstance(flat, FakeTensor):
+    if foreseen:
         return None
     if flat.is_floating_point():
         return _without_zeros(flat)
@@ -153,15 +154,16 @@ def _without_zeros(flat: Tensor) -> Code | None:
 class _Encoded(Stored):
     """A storage that is encoded when the forward that saved it is over."""
 
-    def __init__(self, x: Tensor, least: int, bits: int | None):
+    def __init__(self, x: Tensor, least: int, bits: int | None, foreseen: bool):
         super().__init__(x, least)
-        self._bits, self._code = bits, None
+        self._bits, self._code, self._foreseen = bits, None, foreseen or isinstance(x, FakeTensor)
 
     def block_ended(self) -> None:
         assert self.flat is not None
         self.check()
         with torch.no_grad():
-            self._code: Code | None = encode(self.flat, self._bits if len(self.flat) >= self.least else None)
+            bits = self._bits if len(self.flat) >= self.least else None
+            self._code: Code | None = encode(self.flat, bits, self._foreseen)
         if self._code is not None:
             self.flat = None
 
@@ -173,8 +175,9 @@ class _Encoded(Stored):
 class Compressed(StoredBlocks):
     """Blocks whose activations wait for the backward in fewer bytes.
 
-    bits  of a floating number; None: without loss
+    bits      of a floating number; None: without loss
+    foreseen  only in forms whose length does not depend on values
     """
 
-    def __init__(self, blocks: list[nn.Module], bits: int | None):
-        super().__init__(blocks, partial(_Encoded, bits=bits))
+    def __init__(self, blocks: list[nn.Module], bits: int | None, foreseen: bool = False):
+        super().__init__(blocks, partial(_Encoded, bits=bits, foreseen=foreseen))

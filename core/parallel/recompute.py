@@ -15,7 +15,8 @@ And over several blocks (`core.trace.segments`, `core.parallel.recompute_chain`)
 
     sqrt        keep the input of one block in sqrt(l), of l in a module list, and compute a segment again together
     recursive   halves of halves: keep the inputs of log2(l) blocks at a time
-    budget      what `core.auto.checkpointing` finds the fastest in the memory that there is; handed in as segments
+    budget      what `core.auto.checkpointing` finds the fastest in the memory that there is, of each block whether it
+                keeps its input, results, or everything, there, on the host or in fewer bytes; handed in as segments
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from core.parallel.plan import RECOMPUTED, block_lists, blocks_of
 from core.parallel.recompute_chain import RecomputedChain
 from core.parallel.results import PRODUCTS, KeptResults
 from core.parallel.stored import StoredBlocks
-from core.trace.segments import NAMED, Segments, check_segments, size_of
+from core.trace.segments import NAMED, Form, Segments, check_segments, size_of
 
 RecomputeMode = Literal["none", "full", "selective", "sqrt", "recursive", "budget", "offload", "compressed"]
 SEGMENTED = (*NAMED, "budget")
@@ -52,12 +53,17 @@ class RecomputeConfig:
     """with mode budget: what a device may hold in a step, all together, such as 8GiB; as little as that asks for is
     computed again"""
     bits: Literal[8, 4] | None = None
-    """with mode compressed: bits of a floating number that waits for the backward; gradients are then approximate.
-    None: only what is shorter without loss"""
+    """with mode compressed or budget: bits of a floating number that waits for the backward in fewer; gradients are
+    then approximate. None: only what is shorter without loss"""
+    host: str | None = None
+    """with mode budget: host memory of a rank for activations that wait there, such as 16GiB. None: as much as they
+    take, and where the device is a CPU, whose memory it is, none"""
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise UserError(f"recompute.every={self.every}: one block of how many is recomputed; give at least 1")
+        if self.host is not None:
+            size_in_bytes(self.host, "recompute.host")
         if self.budget is not None:
             size_in_bytes(self.budget, "recompute.budget")
         elif self.mode == "budget":
@@ -75,6 +81,11 @@ class RecomputeConfig:
         """Whether what blocks save is kept in another place or form."""
         return self.mode in STORED
 
+    @property
+    def room(self) -> dict[Form, int]:
+        """Bytes for what waits elsewhere, where an option says them."""
+        return {} if self.host is None else {"host": size_in_bytes(self.host, "recompute.host")}
+
     def unread(self) -> dict[str, str]:
         found = {}
         if self.mode == "none":
@@ -82,8 +93,9 @@ class RecomputeConfig:
         elif self.segmented:
             found["every"] = f"with recompute.mode={self.mode}, which says itself what is recomputed; leave it out"
         if self.mode != "budget":
-            found["budget"] = f"with recompute.mode={self.mode}, which keeps to none; give --recompute.mode budget"
-        if self.mode != "compressed":
+            for name in ("budget", "host"):
+                found[name] = f"with recompute.mode={self.mode}, which keeps to none; give --recompute.mode budget"
+        if self.mode not in ("compressed", "budget"):
             found["bits"] = f"with recompute.mode={self.mode}, which rounds nothing; give --recompute.mode compressed"
         return found
 
@@ -128,7 +140,11 @@ def apply_recompute(
                 f"recompute.mode={config.mode} with zero=3 and segments {segments}: in the backward of a block the "
                 "parameters of others are not gathered; let each segment be of one block, or use --zero 2"
             )
-        return RecomputedChain(blocks, segments)
+        stores: dict[Form, StoredBlocks] = {
+            "host": Offloaded([]),
+            "compressed": Compressed([], config.bits, foreseen=True),
+        }
+        return RecomputedChain(blocks, segments, stores)
     if config.stored:
         chosen = blocks_of(model)[:: config.every]
         return Offloaded(chosen) if config.mode == "offload" else Compressed(chosen, config.bits)

@@ -2,9 +2,11 @@
 
 The model's own forward calls its blocks one after the other; nothing else is known of it. So:
 
-1. A block that keeps everything runs as it is. Every other one runs with a place for each tensor that autograd would
-   save (`core.parallel.pipeline.recompute`), and leaves a record: its arguments, its generators, and how to run again.
-   A lean one is a segment of its own, and keeps results of its operators beside (`core.parallel.results`).
+1. A block that keeps everything runs as it is. One whose activations wait elsewhere does as `core.parallel.stored`
+   says: they are let go when the next block has run, and fetched when that one's backward begins. Every other block
+   runs with a place for each tensor that autograd would save (`core.parallel.pipeline.recompute`), and leaves a record:
+   its arguments, its generators, and how to run again. A lean one is a segment of its own, and keeps results of its
+   operators beside (`core.parallel.results`).
 2. Of its arguments, tensors that the block before has just handed on are not held but linked, unless a segment begins
    with it. All others (masks, rotary angles, what goes through several blocks, what the model has changed on the way)
    are held, for they are alive anyway.
@@ -18,7 +20,7 @@ the graph of the first forward, so no order of runs changes them. A block that i
 several times, or whose input is of another kind, computes the same and keeps more.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,10 +31,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
+from core.parallel.offload import Offloaded
 from core.parallel.pipeline.recompute import Places, Surroundings, check_given, versions_of
 from core.parallel.plan import RECOMPUTED, blocks_of
 from core.parallel.results import OPERATORS, KeptResults
-from core.trace.segments import Lean, Results, Segments, first_blocks, size_of
+from core.parallel.stored import Call, StoredBlocks, let_go
+from core.trace.segments import Away, Form, Lean, Results, Segments, first_blocks, size_of
 
 Observer = Callable[[str, int, Sequence[Tensor], Sequence[Tensor]], None]
 """(what begins, block, tensors that are linked or handed on, tensors that are held); see `RecomputedChain.observe`."""
@@ -47,13 +51,17 @@ class RecomputedChain:
     observe  told when a block begins and ends its first run ("begin", "end"), when the backward asks it for what it
              has not kept and when it has it ("ask", "filled")
     kept     operators whose results some block has kept
+    stores   where and how what blocks save may wait
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], segments: Segments):
-        self.blocks = list(blocks)
+    def __init__(
+        self, blocks: Sequence[nn.Module], segments: Segments, stores: Mapping[Form, StoredBlocks] | None = None
+    ):
+        self.blocks, self.stores = list(blocks), dict(stores or {})
         self.kept: set[str] = set()
         self.observe: Observer | None = None
         self._before: ref[_Record] | None = None  # of the block that ran last
+        self._stored: Call | None = None  # the same, where it is stored
         for index, block in enumerate(self.blocks):
             setattr(block, RECOMPUTED, block.forward)
             block.forward = partial(self._forward, index)
@@ -63,12 +71,15 @@ class RecomputedChain:
         """Do as these say from the next forward on."""
         self._begins: dict[int, Segments] = {}  # block -> its segment
         self._lean: dict[int, Results] = {}  # block -> what it keeps beside its input
+        self._away: dict[int, Form] = {}  # block -> where what it saves waits
         self._whole: set[int] = set()  # blocks that keep everything
         index = 0
         for item in segments:
             blocks = range(index, index + size_of(item))
             if isinstance(item, int):
                 self._whole |= set(blocks)
+            elif isinstance(item, Away):
+                self._away |= dict.fromkeys(blocks, item.form)
             elif isinstance(item, Lean):
                 self._lean |= dict.fromkeys(blocks, item.keeps)
                 self._begins |= dict.fromkeys(blocks, ALONE)
@@ -80,11 +91,14 @@ class RecomputedChain:
         forward = getattr(self.blocks[index], RECOMPUTED)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if index in self._whole:
+        if index in self._whole or index in self._away:
             self._before = None
             self._tell("begin", index, (), ())
-            outputs = forward(*args, **kwargs)
-            self._tell("end", index, [x for x in tree_leaves(outputs) if isinstance(x, Tensor)], ())
+            if index in self._away:
+                outputs, call = self.stores[self._away[index]].call(index, self.blocks[index], args, kwargs)
+            else:
+                outputs, call = forward(*args, **kwargs), None
+            self._ran(index, outputs, call, [x for x in tree_leaves(outputs) if isinstance(x, Tensor)], ())
             return outputs
         before = None if self._before is None else self._before()
         self._before = None
@@ -97,13 +111,38 @@ class RecomputedChain:
             outputs = forward(*args, **kwargs)
         record.note(outputs)
         self._before = ref(record)
-        self._tell("end", index, record.handed_on(outputs), record.held)
+        self._ran(index, outputs, None, record.handed_on(outputs), record.held)
         record.linked = []
         return outputs
+
+    def _ran(
+        self, index: int, outputs: Any, call: Call | None, passed: Sequence[Tensor], held: Sequence[Tensor]
+    ) -> None:
+        """A block has run: what the one before it has stored is let go, and will be fetched when its backward begins.
+
+        call  what stores what it has saved
+        """
+        before, self._stored = self._stored, call
+        if before is not None:
+            let_go(before.own)
+        self._tell("end", index, passed, held)
+        if before is not None and before.index < index:
+            for x in tree_leaves(outputs):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(partial(_fetch, before))
+
+    def bytes_away(self, form: Form = "host") -> int:
+        """Bytes that have been stored there so far."""
+        store = self.stores.get(form)
+        return store.tier.sent_bytes if isinstance(store, Offloaded) else 0
 
     def _tell(self, what: str, index: int, passed: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         if self.observe is not None:
             self.observe(what, index, passed, held)
+
+
+def _fetch(call: Call, gradient: Tensor) -> None:
+    call.fetch()
 
 
 def chain_of(model: nn.Module) -> RecomputedChain:
@@ -309,6 +348,7 @@ def _run_again(path: Sequence[_Record]) -> None:
     segments, inputs = first.segment, first.kept_inputs()
     index = 0
     for item in first_blocks(segments or (), len(path)):
+        assert not isinstance(item, Away)
         size = size_of(item)
         if not isinstance(item, tuple):
             for place in range(index, index + size):

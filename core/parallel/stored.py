@@ -86,7 +86,7 @@ class Stored(ABC):
 class _View(NamedTuple):
     """A saved tensor, in the place of which autograd keeps this."""
 
-    call: "_Call"
+    call: "Call"
     stored: Stored
     dtype: torch.dtype
     shape: torch.Size
@@ -104,28 +104,44 @@ class StoredBlocks:
     def __init__(self, blocks: Sequence[nn.Module], make: Callable[[Tensor, int], Stored], fetches: bool = False):
         self.make, self.fetches = make, fetches
         self.known: dict[int, tuple[ref[UntypedStorage], ref[Stored]]] = {}
-        self._before: ref[_Call] | None = None
+        self._before: ref[Call] | None = None
         self.unfinished: list[ref[Stored]] = []  # of the block that ran last
         for index, block in enumerate(blocks):
             setattr(block, RECOMPUTED, block.forward)
             block.forward = partial(self._forward, index, block)
 
     def _forward(self, index: int, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        forward = getattr(block, RECOMPUTED)
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        call = _Call(self, index, block, self._before, list(tensors_in((args, kwargs))))
-        with saved_tensors_hooks(call.leave, _taken):
-            outputs = forward(*args, **kwargs)
-        for stored in call.alive():
-            stored.block_ended()
-        for stored in _alive(self.unfinished):
-            stored.next_ended()
+            return getattr(block, RECOMPUTED)(*args, **kwargs)
+        outputs, call = self.call(index, block, args, kwargs, self._before)
+        let_go(self.unfinished)
         self._before, self.unfinished = ref(call), call.own
         return outputs
 
+    def call(
+        self,
+        index: int,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: "ref[Call] | None" = None,
+    ) -> "tuple[Any, Call]":
+        """Run the block's own forward, and store what it saves; the rest is up to the caller: see `let_go`."""
+        call = Call(self, index, block, before, list(tensors_in((args, kwargs))))
+        with saved_tensors_hooks(call.leave, _taken):
+            outputs = getattr(block, RECOMPUTED)(*args, **kwargs)
+        for stored in call.alive():
+            stored.block_ended()
+        return outputs, call
 
-class _Call:
+
+def let_go(stored: "Sequence[ref[Stored]]") -> None:
+    """The forward of the block behind the one that saved these is over."""
+    for one in _alive(stored):
+        one.next_ended()
+
+
+class Call:
     """One forward of a block.
 
     before  the call of an earlier block in the same forward of the model, while something of it is stored
@@ -133,7 +149,7 @@ class _Call:
     """
 
     def __init__(
-        self, blocks: StoredBlocks, index: int, block: nn.Module, before: "ref[_Call] | None", given: list[Tensor]
+        self, blocks: StoredBlocks, index: int, block: nn.Module, before: "ref[Call] | None", given: list[Tensor]
     ):
         last = None if before is None else before()
         # A forward that begins anew, of the next microbatch, has nothing before its first block.
@@ -189,14 +205,17 @@ class _Call:
             return
         self._begun = True
         if self.blocks.unfinished is not self.own:  # of a later microbatch, in a pipeline
-            for stored in _alive(self.blocks.unfinished):
-                stored.next_ended()
+            let_go(self.blocks.unfinished)
         self.blocks.unfinished = []
         before = None if self.before is None else self.before()
         for call in (self, before):
             if call is not None:
-                for stored in _alive(reversed(call.all)):
-                    stored.comes_next()
+                call.fetch()
+
+    def fetch(self) -> None:
+        """Let its values come, what was saved last first."""
+        for stored in _alive(reversed(self.all)):
+            stored.comes_next()
 
 
 def _taken(kept: Any) -> Tensor:

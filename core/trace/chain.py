@@ -14,7 +14,7 @@ forward begins, when it runs again, when its backward begins. The rest is counte
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from core.trace.segments import Lean, Results, Segments, size_of
+from core.trace.segments import Away, Form, Lean, Results, Segments, size_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class Kept:
     num_bytes      what its backward needs, and what it hands on
     back           beside inputs and what blocks keep, all that is alive when its backward begins
     backward_peak  the most above that level, until the next backward begins
-    again_s, again_flops   of what its backward computes again, where it has not kept everything
+    again_s, again_flops   of what its backward computes again, where it has not kept everything, and of what encodes
+    away           bytes of these that are elsewhere from the end of the next block's forward to the beginning of its
+                   backward; form: where
+    send_s, fetch_s   seconds of their copies
     """
 
     peak: int
@@ -34,6 +37,26 @@ class Kept:
     backward_peak: int
     again_s: float = 0.0
     again_flops: float = 0.0
+    away: int = 0
+    send_s: float = 0.0
+    fetch_s: float = 0.0
+
+
+Keeps = Results | Form | None
+"""In what way a block is kept: some results, everything elsewhere, or, None, everything where it is."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Copies between a device and where activations wait.
+
+    send_bytes_per_s, fetch_bytes_per_s   one way and the other
+    overlaps      whether they run beside what computes
+    """
+
+    send_bytes_per_s: float
+    fetch_bytes_per_s: float
+    overlaps: bool
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,7 @@ class ChainBlock:
     shared           when its backward begins if it has kept everything: what is alive only where a block before it, as
                      far back as one `begins`, has not
     whole, lean      where it keeps everything, and where the results of some operators
+    away             where it keeps everything in another place or form
     refill_peak      the most above the level before it, while it runs as the last one of a segment, to be followed by
                      its backward at once; refilled: what there is then beside its input
     refilled_peak    the most above that level, until the backward of the block before it begins
@@ -71,11 +95,20 @@ class ChainBlock:
     shared: int = 0
     begins: bool = False
     lean: Mapping[Results, Kept] = field(default_factory=dict)
+    away: Mapping[Form, Kept] = field(default_factory=dict)
 
     @property
-    def ways(self) -> dict[Results | None, Kept]:
-        """All in which it can be kept; None: everything."""
+    def here(self) -> dict[Keeps, Kept]:
+        """The ways in which it can be kept where it is."""
         return {None: self.whole, **self.lean}
+
+    @property
+    def ways(self) -> dict[Keeps, Kept]:
+        """All in which it can be kept."""
+        return {**self.here, **self.away}
+
+    def keeps_all(self, how: Kept | None) -> bool:
+        return how is self.whole or any(how is other for other in self.away.values())
 
 
 @dataclass(frozen=True)
@@ -87,6 +120,7 @@ class Chain:
     shared  of that, what is alive only where some block does not keep everything
     least   the most that is alive in the rest of the step, such as the update: no segments change it
     single  whether no segment may be of several blocks, since in one's backward the parameters of others are not there
+    lines   of copies, by where they go
     flying  microbatches of a pipeline's stage of which a forward has run and no backward, at the fullest moment
     """
 
@@ -97,6 +131,7 @@ class Chain:
     least: int = 0
     single: bool = False
     flying: int = 1
+    lines: Mapping[Form, Line] = field(default_factory=dict)
 
 
 def stage_of(chain: Chain, blocks: range, flying: int) -> Chain:
@@ -117,6 +152,7 @@ def stage_of(chain: Chain, blocks: range, flying: int) -> Chain:
             again=of.again - base,
             whole=lower(of.whole),
             lean={keeps: lower(how) for keeps, how in of.lean.items()},
+            away={},  # of a microbatch in flight, too, which is not reckoned with
         )
         for of in own
     ]
@@ -176,6 +212,8 @@ class Simulated:
     again_s, again_flops   those of the repeated forwards alone
     runs            of each block, how often its forward ran
     back_bytes      of each block, what there is of the chain when its backward begins
+    waits_s         in which nothing is computed, for copies
+    away_bytes      that wait elsewhere, by where
     """
 
     peak_bytes: int
@@ -185,6 +223,15 @@ class Simulated:
     again_flops: float
     runs: tuple[int, ...]
     back_bytes: tuple[int, ...]
+    waits_s: float = 0.0
+    away_bytes: Mapping[Form, int] = field(default_factory=dict)
+
+
+def keeps_of(item: int | Lean | Away) -> Keeps:
+    """The way in which these blocks are kept."""
+    if isinstance(item, int):
+        return None
+    return item.keeps if isinstance(item, Lean) else item.form
 
 
 def simulate(chain: Chain, segments: Segments) -> Simulated:
@@ -204,26 +251,35 @@ class _Simulation:
         self.segments: dict[int, Segments] = {}
         self.peak, self.seconds, self.again_s, self.again_flops = 0, 0.0, 0.0, 0.0
         self.runs, self.back_bytes = [0] * len(chain.blocks), [0] * len(chain.blocks)
+        self.forms: dict[int, Form] = {}  # block -> where what it has saved waits
+        self.gone: set[int] = set()  # those that are there now
+        self.waits_s = 0.0
+        self.copied: dict[Form, tuple[float, float]] = dict.fromkeys(
+            chain.lines, (0.0, 0.0)
+        )  # when the last copies are made, there and back
+        self.arrives: dict[int, float] = {}  # block -> when its copy is made
+        self.away_bytes: dict[Form, int] = {}
 
     def run(self, segments: Segments) -> Simulated:
         last = len(self.blocks) - 1
         self._sweep(0, segments, None)
         forward = self.alive
-        nobody_shares = all(how is of.whole for how, of in zip(map(self.how.get, range(last + 1)), self.blocks))
+        nobody_shares = all(of.keeps_all(self.how.get(index)) for index, of in enumerate(self.blocks))
         head = self.chain.head - (self.chain.shared if nobody_shares else 0)
         handed_on = 0 if last in self.kept else self.chain.output
         others = (self.chain.flying - 1) * (forward + handed_on)
         self._note(head, handed_on)
         for index in range(last, -1, -1):
+            self._fetch(index - 1)
             if index not in self.kept:
                 begin = max(self.segments)
                 self._sweep(begin, self.segments.pop(begin), index)
             self._back(index)
         assert self.alive == 0
         sums = self.seconds, self.again_s, self.again_flops
-        return Simulated(
-            max(self.chain.least, self.peak + others), forward, *sums, tuple(self.runs), tuple(self.back_bytes)
-        )
+        each = tuple(self.runs), tuple(self.back_bytes)
+        peak = max(self.chain.least, self.peak + others)
+        return Simulated(peak, forward, *sums, *each, self.waits_s, self.away_bytes)
 
     def _note(self, beside: int, more: int) -> None:
         self.peak = max(self.peak, beside + self.alive + more)
@@ -234,7 +290,8 @@ class _Simulation:
             size = size_of(item)
             if not isinstance(item, tuple):
                 for block in range(index, index + size):
-                    self._keep(block, until, item.keeps if isinstance(item, Lean) else None)
+                    self._keep(block, until, keeps_of(item))
+                    self._let_go(block - 1, until)
             else:
                 self.segments[index] = item
                 if index not in self.inputs and index - 1 not in self.kept:
@@ -247,9 +304,10 @@ class _Simulation:
                     of = self.blocks[block]
                     self._note(self._beside(block, until), of.dropping_peak + (0 if block == index else of.input))
                     self._ran(block, of.forward_s, of.forward_flops, until)
+                    self._let_go(block - 1, until)
             index += size
 
-    def _keep(self, index: int, until: int | None, keeps: Results | None) -> None:
+    def _keep(self, index: int, until: int | None, keeps: Keeps) -> None:
         of = self.blocks[index]
         running = 0 if index in self.inputs or index - 1 in self.kept else of.input
         if index == until:
@@ -259,8 +317,11 @@ class _Simulation:
         else:
             how = of.ways[keeps]
             self._note(self._beside(index, until), running + how.peak)
+            begin = self.seconds
             self._ran(index, of.forward_s, of.forward_flops, until)
             self.how[index], kept = how, how.num_bytes
+            if how.away:
+                self._send(index, how, begin)
         self.kept[index] = running + kept
         self.alive += self.kept[index]
 
@@ -268,9 +329,59 @@ class _Simulation:
         """Whether a block before it may run again, and holds what it has been given."""
         while index and not self.blocks[index].begins:
             index -= 1
-            if self.how.get(index) is not self.blocks[index].whole:
+            if not self.blocks[index].keeps_all(self.how.get(index)):
                 return True
         return False
+
+    # Copies.
+
+    def _send(self, index: int, how: Kept, begin: float) -> None:
+        """What a block saves is sent from when it begins to run on, one after the other."""
+        form = next(form for form, other in self.blocks[index].away.items() if other is how)
+        sent, fetched = self.copied[form]
+        line = self.chain.lines[form]
+        made = max(sent, begin if line.overlaps else self.seconds) + how.send_s
+        self.forms[index], self.copied[form] = form, (made, fetched)
+        self.arrives[index] = made
+        self.away_bytes[form] = self.away_bytes.get(form, 0) + how.away
+        if not line.overlaps:
+            self._wait(made)
+
+    def _let_go(self, index: int, until: int | None) -> None:
+        """The forward of the next block is over, which waits for what was sent."""
+        if until is None and index in self.forms:
+            self._wait(self.arrives[index])
+            self._move(index, -self._how_of(index).away)
+            self.gone.add(index)
+
+    def _fetch(self, index: int) -> None:
+        """The backward of the next block begins."""
+        if index not in self.gone:
+            return
+        self.gone.remove(index)
+        how, form = self._how_of(index), self.forms[index]
+        sent, fetched = self.copied[form]
+        made = max(fetched, self.seconds) + how.fetch_s
+        self.copied[form], self.arrives[index] = (sent, made), made
+        self._move(index, how.away)
+        if not self.chain.lines[form].overlaps:
+            self._wait(made)
+
+    def _move(self, index: int, num_bytes: int) -> None:
+        self.kept[index] += num_bytes
+        self.alive += num_bytes
+
+    def _how_of(self, index: int) -> Kept:
+        how = self.how[index]
+        assert how is not None
+        return how
+
+    def _wait(self, until_s: float) -> None:
+        waits = max(0.0, until_s - self.seconds)
+        self.waits_s += waits
+        self.seconds += waits
+
+    # What is alive.
 
     def _beside(self, index: int, until: int | None) -> int:
         return self.blocks[index].first if until is None else self.blocks[until].again
@@ -289,10 +400,15 @@ class _Simulation:
         if how is None:
             self._note(of.again, of.refilled_peak)
         else:
-            self._note(how.back + (of.shared if how is of.whole and self._shares(index) else 0), how.backward_peak)
+            shared = of.shared if of.keeps_all(how) and self._shares(index) else 0
+            self._note(how.back + shared, how.backward_peak)
             self.back_bytes[index] -= how.num_bytes - of.refilled  # what it has handed on is gone
-            if how is not of.whole:
+            if of.keeps_all(how):
+                self.seconds += how.again_s
+            else:
                 self._ran(index, how.again_s, how.again_flops, index)
         self.seconds += of.backward_s
+        if index in self.forms:
+            self._wait(self.arrives[index])
         self.alive -= self.kept.pop(index) + self.inputs.pop(index, 0)
         self.segments.pop(index, None)

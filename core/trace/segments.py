@@ -2,12 +2,14 @@
 
     n           the next n blocks keep everything
     Lean(n, x)  the next n blocks keep their input and the results of some operators, and each computes the rest again
+    Away(n, x)  the next n blocks keep everything in another place or form, and compute nothing again
     (…)         the next blocks are a segment: of them only the input of the first is kept, and when their backward
                 comes they run again from it, by the segments that stand inside
 
 So (4,) keeps all of four blocks, ((1,), (1,), (1,), (1,)) each block's input, and ((2,), 2) computes the first two
 again. A segment inside a segment is one of the run that comes later: ((((1,), 1), 2) …) runs its first block up to
-three times. What is kept is kept until its own backward (memory persistent schedules).
+three times. What is kept is kept until its own backward (memory persistent schedules). In a run that comes later
+nothing waits elsewhere: its backward follows at once.
 
 Two named ones, of l equal blocks:
 
@@ -35,7 +37,21 @@ class Lean:
     keeps: Results
 
 
-Segments = tuple["int | Lean | Segments", ...]
+Form = Literal["host", "disk", "compressed"]
+"""Where or how what a block saves waits: `core.parallel.offload`, on a drive below it, `core.parallel.encoded`."""
+
+FORMS: tuple[Form, ...] = get_args(Form)
+
+
+@dataclass(frozen=True)
+class Away:
+    """So many blocks whose activations wait in this place or form."""
+
+    blocks: int
+    form: Form
+
+
+Segments = tuple["int | Lean | Away | Segments", ...]
 NamedSegments = Literal["sqrt", "recursive"]
 
 
@@ -61,8 +77,8 @@ def num_blocks_of(segments: Segments) -> int:
     return sum(size_of(item) for item in segments)
 
 
-def size_of(item: "int | Lean | Segments") -> int:
-    if isinstance(item, Lean):
+def size_of(item: "int | Lean | Away | Segments") -> int:
+    if isinstance(item, Lean | Away):
         return item.blocks
     return item if isinstance(item, int) else num_blocks_of(item)
 
@@ -99,16 +115,19 @@ def _runs_again(segments: Segments) -> list[int]:
 def check_segments(segments: Any, num_blocks: int) -> Segments:
     """The segments, of so many blocks.  Raises ValueError for what are none."""
 
-    def check(part: Any) -> Segments:
+    def check(part: Any, inside: bool = False) -> Segments:
         if not isinstance(part, tuple | list) or not part:
             raise ValueError(f"segments are numbers of blocks and segments, and not {part!r}")
         for item in part:
-            blocks = item.blocks if isinstance(item, Lean) else item
+            blocks = item.blocks if isinstance(item, Lean | Away) else item
             if isinstance(blocks, bool) or (isinstance(blocks, int) and blocks < 1):
                 raise ValueError(f"{item} in segments {part}; give numbers of blocks of at least 1")
             if isinstance(item, Lean) and item.keeps not in get_args(Results):
                 raise ValueError(f"{item} in segments {part}; blocks keep {' or '.join(get_args(Results))}")
-        return tuple(item if isinstance(item, int | Lean) else check(item) for item in part)
+            if isinstance(item, Away) and (inside or item.form not in FORMS):
+                what = "inside of another" if inside else f"; what is saved waits in {' or '.join(get_args(Form))}"
+                raise ValueError(f"{item} in segments {part} {what}")
+        return tuple(item if isinstance(item, int | Lean | Away) else check(item, True) for item in part)
 
     found = check(segments) if num_blocks or segments else ()
     if num_blocks_of(found) != num_blocks:
@@ -118,7 +137,7 @@ def check_segments(segments: Any, num_blocks: int) -> Segments:
 
 def of_blocks(segments: Segments, blocks: range) -> Segments:
     """The segments of some of the blocks."""
-    found: list[int | Lean | Segments] = []
+    found: list[int | Lean | Away | Segments] = []
     index = 0
     for item in segments:
         size = size_of(item)
@@ -129,8 +148,8 @@ def of_blocks(segments: Segments, blocks: range) -> Segments:
     return tuple(found)
 
 
-def _part(item: int | Lean | Segments, blocks: range) -> int | Lean | Segments:
-    if isinstance(item, Lean):
+def _part(item: int | Lean | Away | Segments, blocks: range) -> int | Lean | Away | Segments:
+    if isinstance(item, Lean | Away):
         return replace(item, blocks=len(blocks))
     return len(blocks) if isinstance(item, int) else of_blocks(item, blocks)
 

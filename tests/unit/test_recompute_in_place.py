@@ -57,9 +57,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """between: what happens in place to what a block hands on"""
 
-    def __init__(self, make: Callable[[], nn.Module], between: Callable[[Tensor], Any] = lambda x: x) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module], between: Callable[[Tensor], Any] = lambda x: x, num_blocks: int = 4
+    ) -> None:
         super().__init__()
-        self.blocks, self.between = nn.ModuleList(make() for _ in range(4)), between
+        self.blocks, self.between = nn.ModuleList(make() for _ in range(num_blocks)), between
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
