@@ -13,7 +13,7 @@ shape    what is estimated: ModelShape (weights, what a block keeps for its back
          optimizer, mesh, ZeRO level, checkpointing, batch)
 local    outer_bytes, outer_message: what workers that train locally keep and send beside a step
 memory   estimate_memory: bytes per rank, by kind and by phase of the step; require_fit: a clear refusal
-time     estimate_time: compute at an assumed utilisation, communication by volume, pipeline bubble
+time     estimate_time: compute at an assumed utilisation, communication by volume, pipeline bubble; sent_bytes
 pipeline stage_costs, which balance the stages; simulated_timeline: the step of a pipeline on a clock; draw_timelines
 """
 
@@ -32,7 +32,7 @@ from core.estimate.shape import (
     megatron_block,
 )
 from core.estimate.step import StepEstimate, estimate_step
-from core.estimate.time import Machine, TimeEstimate, estimate_time
+from core.estimate.time import Machine, TimeEstimate, estimate_time, sent_bytes
 
 __all__ = [
     "BlockShape",
@@ -55,6 +55,7 @@ __all__ = [
     "estimate_time",
     "megatron_block",
     "require_fit",
+    "sent_bytes",
     "simulated_timeline",
     "stage_costs",
     "timeline_of",

@@ -252,11 +252,12 @@ def _rank_memory(
     if run.cp == run.cp_exchange:
         bias = run.wide_bytes * math.ceil(model.bias_heads / run.tp_side / run.cp_exchange) * run.sequence_length**2
         bias += run.width_bytes * model.masks(run.sequence_length) * run.sequence_length**2
-    gathered, kernel, sent = (
-        _gathered_bytes(model, parts, run),
+    ahead, kernel, sent = (
+        _blocks_gathered_bytes(model, parts, run),
         _kernel_scratch(parts, run),
         _sent_bytes(model, parts, run),
     )
+    gathered = ahead + _outside_gathered_bytes(model, parts, run)
     coding = _coding_bytes(_largest_message(model, parts, run), run.comm.gradients, run.wide_bytes)
     first_block = grads.first_block + block.input + block.everything + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
@@ -269,7 +270,7 @@ def _rank_memory(
     others += _on_their_way(run, block.input)
     resident = others + max(number * version + (steps - 1) * one_step for number, steps in _held(run, stage))
     phases = {
-        "loss": resident + grads.held + kept + head.activations + head.scratch,
+        "loss": resident - ahead // 2 + grads.held + kept + head.activations + head.scratch,
         "backward": resident + grads.first + head.tied_gradient + kept_back + recomputed + block.working,
         "gradients": resident + head.tied_gradient + max(first_block, embedding) + coding,
         "update": state.resident + errors + copy + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
@@ -527,13 +528,15 @@ def _units(model: ModelShape, parts: list[Part]) -> dict[int, int]:
     return units
 
 
-def _gathered_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
-    """ZeRO-3: what is outside the blocks, the block that computes and the one that is fetched ahead."""
-    if run.zero < 3:
-        return 0
-    units = _units(model, parts)
-    outside = units.pop(-1)
-    return run.width_bytes * (outside + 2 * max(units.values(), default=0))
+def _outside_gathered_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
+    """ZeRO-3: what is outside the blocks."""
+    return run.width_bytes * _units(model, parts)[-1] if run.zero == 3 else 0
+
+
+def _blocks_gathered_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
+    """ZeRO-3: the block that computes and the one that is fetched ahead, which behind the last one there is not."""
+    blocks = (elements for block, elements in _units(model, parts).items() if block >= 0)
+    return 2 * run.width_bytes * max(blocks, default=0) if run.zero == 3 else 0
 
 
 def _second_copy_bytes(parts: list[Part], run: RunShape) -> int:

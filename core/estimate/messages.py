@@ -4,7 +4,8 @@
                blocks that are computed again once more, but for what the last product of such a block sends, which no
                gradient needs
 2. gathered    at ZeRO-3 each unit's parameters before its forward and before its backward, those outside of the blocks
-               once for both (FSDP2); 2 to 4 in few bits where that is asked for (`core.parallel.coded_shards`)
+               once for both, of a stage as often as FSDP2 lets go of them; 2 to 4 in few bits where that is asked for
+               (`core.parallel.coded_shards`)
 3. reduced     a message of some parameters' gradients (`core.parallel.data`), all-reduced, or scattered and summed over
                copies; where they are compressed, the messages of that (`core.parallel.compress`); sums over axes where
                they are partial; then a mark of each, and the norm
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from core.estimate.pipeline import run_schedule, stages_of
-from core.estimate.shape import RunShape, decoder_shape
+from core.estimate.shape import RunShape, decoder_shape, momentum_bytes
 from core.layout import largest_share
 from core.mesh import AnyMesh, MeshShape, axis_size, data_axes, gradient_axes, mesh_shape, shard_axes
 from core.models.decoder import DecoderConfig, decoder_without_memory
@@ -30,6 +31,7 @@ from core.parallel.coded_shards import gather_messages, sum_messages
 from core.parallel.compress import compressed_bytes, compressed_names
 from core.parallel.data import in_buckets
 from core.parallel.pipeline.messages import message_of
+from core.parallel.pipeline.schedule import Kind
 from core.placement.messages import ModuleMessage, Sent, module_messages, partial_sum_bytes
 from core.placement.stages import StageSplit
 from core.placement.table import Table, is_expert, parameter_names, placement
@@ -148,10 +150,51 @@ class _Rank:
             return
         for (block, _), names in self._units.items():
             axes, ranks, _ = self._shares(names)
-            times = run.num_microbatches * (2 if block >= 0 else len(self.split.own(self.place)))
             rows = [self.table[name] for name in names]
-            for operation, axis, num_bytes in gather_messages(run.comm, rows, ranks, run.width_bytes, times):
+            for operation, axis, num_bytes in gather_messages(
+                run.comm, rows, ranks, run.width_bytes, self._gathers[block]
+            ):
                 yield operation, axis or "+".join(axes), num_bytes
+
+    @cached_property
+    def _gathers(self) -> Counter[int]:
+        """How often each block is gathered in a step, and, as -1, what is outside of them.
+
+        What is outside stays behind a forward and goes, as all does, behind each backward. A backward of a block also
+        gathers what stood before it in the order of the forwards since the last backward, needed or not.
+        """
+        blocks, found = {block for block, _ in self._units}, Counter[int]()
+        if self.run.pp == 1:
+            return Counter({block: self.run.num_microbatches * (2 if block >= 0 else 1) for block in blocks})
+        there, order = set[int](), list[int]()
+        outside = [-1] if -1 in blocks else []
+
+        def gather(block: int) -> None:
+            found[block] += block not in there
+            there.add(block)
+
+        for action in run_schedule(self.run).ranks[self.place]:
+            own = [*self.split.ranges[action.stage]]
+            if action.kind is Kind.FORWARD:
+                for block in (*outside, *own):
+                    gather(block)
+                there.difference_update(own)
+                order += [*own, *outside]
+                continue
+            is_last = action.stage == len(self.split.ranges) - 1  # whose head is behind its blocks
+            back = [*outside, *own[::-1]] if is_last else [*own[-1:], *outside, *own[-2::-1]]
+            waiting = set() if is_last or not outside else set(own[-1:])
+            for block in back:
+                gather(block)
+                if block in order and (place := len(order) - 1 - order[::-1].index(block)):
+                    gather(order[place - 1])
+                if block == -1:
+                    there -= waiting
+                elif block not in waiting:
+                    there.discard(block)
+            there.clear()
+            order.clear()
+        return found
 
     # --- gradients and parameters -------------------------------------------------------------------------------------
 
@@ -184,10 +227,20 @@ class _Rank:
         beside = "+".join(name for name in self.mesh.mesh_dim_names if name != "pp")
         yield "all_reduce", beside, 2 * len(self.table)
         yield from ((*key, n) for key, n in compressed_bytes(self.table, run.comm, self.mesh, wide).items())
+        yield from self._momenta()
         # Partial sums of what is compressed are of all that a rank computes with, not only of what it updates.
         wider = {name: replace(self.table[name], master=self.table[name].layout) for name in self._compressed}
         yield from ((*key, n) for key, n in partial_sum_bytes(self.table | wider, wide).items())
         yield "all_reduce", "world", NORM_BYTES
+
+    def _momenta(self) -> Iterator[_Message]:
+        """Of a step in signs behind one whose gradients were whole (`core.parallel.one_bit.InSigns`)."""
+        if self.run.comm.compress == "zero_one":
+            for name in self._compressed:
+                row = self.table[name]
+                if not row.whole:
+                    axis, _ = row.master.cuts[-1]
+                    yield "all_reduce", axis, momentum_bytes(math.prod(row.layout.local_shape()), self.run.wide_bytes)
 
     def published(self) -> Iterator[_Message]:
         if self.run.zero in (1, 2):

@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from core.comm.block_code import BlockCode
+from core.comm.volume import wire_share
 from core.config import UserError
 from core.kernels.cross_entropy import TILE_BYTES
 from core.layout import Layout
@@ -96,6 +97,11 @@ class Compressed(NamedTuple):
     wire_bytes: float = 0.0
 
 
+def momentum_bytes(elements: int, wide: int) -> int:
+    """Of a parameter's momentum and of which of its elements move, as ranks that have rows of them add them up."""
+    return (wide + 1) * elements
+
+
 @dataclass(frozen=True)
 class Kept:
     """Activations per token of the sequence, in elements.
@@ -106,6 +112,7 @@ class Kept:
     statistics  cut by tensor parallelism, and in fp32 or wider whatever the precision
     widened     whole on every tp rank: copies in fp32 of what the model computes in 16 bits
     whole       all features of the tokens that a rank has: on every tp rank, or on those of a grid's row
+    routed      statistics of them, of what routes them
     """
 
     replicated: float = 0
@@ -114,6 +121,7 @@ class Kept:
     statistics: float = 0
     widened: float = 0
     whole: float = 0
+    routed: float = 0
 
     def bytes_per_token(self, run: RunShape) -> float:
         return self._per_token(run, run.width_bytes, run.wide_bytes)
@@ -125,9 +133,10 @@ class Kept:
     def _per_token(self, run: RunShape, each: float, widened_each: float) -> float:
         replicated = self.replicated / (run.tp if run.sequence_parallel else 1)
         elements = replicated + self.sharded / run.tp + self.gathered / (1 if run.tp_mode == "1d" else run.tp)
-        elements += self.whole / (1 if run.tp_mode == "1d" else run.tp / run.tp_side)
+        of_row = 1 if run.tp_mode == "1d" else run.tp / run.tp_side
+        elements += self.whole / of_row
         widened = widened_each * self.widened if run.width_bytes < run.wide_bytes else 0
-        return each * elements + run.wide_bytes * self.statistics / run.tp + widened
+        return each * elements + run.wide_bytes * (self.statistics / run.tp + self.routed / of_row) + widened
 
 
 @dataclass(frozen=True)
@@ -265,6 +274,8 @@ class ModelShape:
                 row = self._row(weight, run)
                 whole, updated = (math.prod(layout.largest_shape()) for layout in (row.layout, row.master))
                 sent = wire_bytes(row.layout, run.comm, run.num_gradient_ranks, run.wide_bytes)
+                if run.comm.compress == "zero_one" and not row.whole:
+                    sent += wire_share("all_reduce", run.shard_ranks) * momentum_bytes(whole, run.wide_bytes)
                 kept = COMPRESSIONS[run.comm.compress].kept(whole, run.num_gradient_ranks, run.wide_bytes)
                 found = Compressed(
                     found.whole + whole, found.updated + updated, found.kept_bytes + kept, found.wire_bytes + sent
@@ -280,6 +291,11 @@ class ModelShape:
     def num_parameters(self, *, experts: bool | None = None) -> int:
         """Elements of all weights; of experts' alone, or without them."""
         return sum(math.prod(weight.shape) for weight in self.weights if experts in (None, weight.experts))
+
+    @cached_property
+    def vectors(self) -> float:
+        """The share of the elements that are of vectors, which no code of messages takes."""
+        return sum(math.prod(one.shape) for one in self.weights if len(one.shape) < 2) / max(1, self.num_parameters())
 
     def keys_seen(self, length: int) -> list[int]:
         """Keys of so many that each block's scores are taken of, counted without the causal half."""
@@ -608,7 +624,8 @@ def _expert_rows(config: DecoderConfig) -> float:
 def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
     """A block with experts in the place of its MLP, loads balanced.
 
-    router   its input in fp32; logits, probabilities and gates, in ten tensors or so of the experts' number
+    router   its input, and of what it is made; logits, probabilities and gates, in some tensors of the experts' number;
+             tensor parallelism cuts none of it, since its ranks route alike
     experts  for each of their rows what an MLP keeps, its input, its output, which the gate multiplies, and its places
     """
     rows, experts, dim = _expert_rows(config), config.moe.num_experts, config.dim
@@ -622,8 +639,8 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
             everything,
             sharded=everything.sharded + (rows - 1) * mlp,
             gathered=everything.gathered - dim,
-            whole=dim + 2 * rows * dim,
-            statistics=everything.statistics + 10 * experts + 6 * rows,
+            whole=2 * dim + 2 * rows * dim,
+            routed=5 * experts + 6 * rows,
             widened=everything.widened + dim,
         ),
         selective=replace(
@@ -631,7 +648,7 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
             sharded=selective.sharded + (rows - 1) * products,
             gathered=selective.gathered - dim,
             whole=rows * dim,
-            statistics=experts,
+            routed=experts,
         ),
         working=replace(working, sharded=rows * working.sharded, gathered=0, whole=rows * dim),
         zeros=replace(block.zeros, sharded=rows * block.zeros.sharded),

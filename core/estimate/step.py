@@ -43,10 +43,10 @@ from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
 from core.optim.spec import spec_of
 from core.parallel.correction import CORRECTIONS
-from core.parallel.one_bit import InSigns
+from core.parallel.one_bit import InSigns, ZeroOne
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
-from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, PipelineConfig
+from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, PipelineConfig, schedule
 from core.parallel.pipeline.shapes import Form
 from core.parallel.pipeline.stages import split_into_stages
 from core.placement.stages import StageSplit
@@ -333,6 +333,8 @@ class _Step:
         states = [value for of_one in optimizer.state.values() for value in of_one.values()]
         state, counters = _storages(states), _storages(t for t in states if isinstance(t, Tensor) and not t.ndim)
         sums = self._run_stages(account, spread) if staged else self._run_whole(account, spread)
+        if isinstance(spread.compression, ZeroOne):  # many of its steps come behind one that was sent whole
+            spread.compression.momenta = None
         spread.reduce()
         gradients = _storages(master.grad for master in held.values() if master.grad is not None)
         update(account, spread, optimizer)
@@ -375,6 +377,7 @@ class _Step:
         """The same of a pipeline rank's actions, one after the other."""
         if self.form is None:
             self.form = spread.first_form(lambda: self.loss(spread.model))
+            spread.inner.publish()  # what that forward has gathered goes
         spread.expect(self.form)
         account.begin()
         begun, first = account.sums(), account.current_bytes
@@ -393,7 +396,8 @@ class _Step:
         spread.observe = note
         spread.run(range(few), lambda _: self.loss(spread.model))
         account.end("backward")
-        left_out = of_actions.left_out(self.num_microbatches, account.sums())
+        every = schedule(spread.config.schedule, self.sizes.pp, self.num_microbatches, spread.config.chunks)
+        left_out = of_actions.left_out(every.ranks[spread.rank], account.sums())
         return added(added({"activations": kept}, begun, -1), left_out)
 
 

@@ -6,7 +6,6 @@ bound; a ring moves (n - 1) / n of the bytes for a reduce-scatter or an all-gath
 with stages of equal cost (`core.estimate.pipeline` simulates what they cost). Latencies are not counted.
 """
 
-import math
 from dataclasses import dataclass
 
 from core.comm.volume import wire_share
@@ -51,15 +50,19 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
     """Seconds of one step of `run.num_microbatches` microbatches."""
     tokens = run.tokens * run.num_microbatches
     compute_s = step_flops(model, run) / (machine.peak_flops * machine.utilisation)
-    sent = _data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
-    sent += _stage_replicas_bytes(model, run)
-    communication_s = sent / machine.bandwidth
+    communication_s = sent_bytes(model, run) / machine.bandwidth
     pipeline = run.pipeline
     bubble = bubble_in_theory(pipeline.schedule, run.pp, run.num_microbatches, pipeline.chunks, again=run.again)
     if SCHEDULES[pipeline.schedule].runs_ahead:
         bubble = 0.0  # once in a run, not once in a step
     bubble_s = bubble / (1 - bubble) * compute_s
     return TimeEstimate(compute_s, communication_s, bubble_s, tokens * run.num_data_ranks * run.cp)
+
+
+def sent_bytes(model: ModelShape, run: RunShape) -> float:
+    """Bytes that one rank sends over its link in a step, by rings; of workers that train locally in a mean one."""
+    sent = _data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
+    return sent + _stage_replicas_bytes(model, run)
 
 
 def step_flops(model: ModelShape, run: RunShape) -> float:
@@ -83,9 +86,8 @@ def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     dense, experts = (model.num_parameters(experts=which) * _held(run) / run.tp for which in (False, True))
     if run.ep == 1:  # all travel alike
         dense, experts = dense + experts, 0.0
-    vectors = sum(math.prod(weight.shape) for weight in model.weights if len(weight.shape) < 2) / model.num_parameters()
-    in_steps = _replicas_bytes(dense, run, 1, model.compressed(run), vectors)
-    in_steps += _replicas_bytes(experts / run.ep, run, run.ep, Compressed(), vectors)
+    in_steps = _replicas_bytes(dense, run, 1, model.compressed(run), model.vectors)
+    in_steps += _replicas_bytes(experts / run.ep, run, run.ep, Compressed(), model.vectors)
     return in_steps + (outer_message(model, run).a_step if run.local_every else 0.0)
 
 
@@ -106,16 +108,16 @@ def _replicas_bytes(num_parameters: float, run: RunShape, ep: int, compressed: C
     gathered = (
         wire_share("all_gather", shards)
         * crossing
-        * _coded_bytes(num_parameters, comm.weights, run.width_bytes, vectors)
+        * coded_bytes(num_parameters, comm.weights, run.width_bytes, vectors)
     )
     nodes = shards // comm.node  # of one rank each, unless it is said
     reduced = (
-        wire_share("all_gather", nodes) / comm.node * _coded_bytes(elements, comm.gradients, run.wide_bytes, vectors)
+        wire_share("all_gather", nodes) / comm.node * coded_bytes(elements, comm.gradients, run.wide_bytes, vectors)
     )
     return gathered + reduced + between_replicas + compressed.wire_bytes
 
 
-def _coded_bytes(elements: float, bits: FewBits | None, width: int, vectors: float) -> float:
+def coded_bytes(elements: float, bits: FewBits | None, width: int, vectors: float) -> float:
     """Bytes of elements in a message of few bits, of which that share is of vectors."""
     if bits is None:
         return width * elements

@@ -194,7 +194,7 @@ def sent(case: Case) -> Counter[tuple[str, str]]:
     return volume.bytes
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_bytes_are_the_closed_form(ranks, num_ranks: int) -> None:
     def of(comm: CommConfig) -> Counter[tuple[str, str]]:
         return ranks(num_ranks).run(sent, Case(GPT2, parallel=parallel(0, comm)))[0]

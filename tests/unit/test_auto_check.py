@@ -32,6 +32,11 @@ RUNS = {
     "stages": "--nproc 4 --mesh.pp 2 --microbatch 3 --zero 1 --recompute.mode full",
     "stages of tensors": "--nproc 4 --mesh.tp 2 --mesh.pp 2 --microbatch 6",
     "stages in bf16": "--nproc 2 --mesh.pp 2 --microbatch 6 --precision bf16 --pipeline.schedule zb-h1",
+    "stages of shards": "--nproc 4 --mesh.pp 2 --microbatch 2 --zero 3",
+    "stages of shards at once": "--nproc 4 --mesh.pp 2 --microbatch 2 --zero 3 --pipeline.schedule gpipe",
+    "three stages of shards": "--nproc 6 --mesh.pp 3 --microbatch 1 --zero 3 --model.num-layers 6",
+    "stages of shards in turns": "--nproc 4 --mesh.pp 2 --microbatch 2 --zero 3 --pipeline.schedule interleaved",
+    "experts of tensors": "--recipe debug_moe --nproc 4 --mesh.ep 2 --mesh.tp 2 --zero 1",
     "stages in turns": "--nproc 2 --mesh.pp 2 --microbatch 6 --pipeline.schedule interleaved",
 }
 

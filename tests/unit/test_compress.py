@@ -185,12 +185,14 @@ def test_a_sparse_step_sends_a_share_and_keeps_the_rest(name):
         *("--zero 0", "--mesh.tp 2 --nproc 4 --zero 2 --microbatch 2", "--comm.compress top_k --zero 1"),
         *(pytest.param(words, marks=pytest.mark.soak) for words in ("--zero 1", "--zero 2", "--zero 3")),
         pytest.param("--comm.compress random_k --zero 0", marks=pytest.mark.soak),
+        pytest.param("--zero 1 --nproc 4096 --data.global-batch 4096", marks=pytest.mark.soak),
         "--comm.compress one_bit --comm.start 3 --zero 1",
         pytest.param(
             "--comm.compress one_bit --comm.start 3 --zero 2 --nproc 4096 --data.global-batch 4096",
             marks=pytest.mark.soak,
         ),
-        pytest.param("--comm.compress zero_one --comm.start 3 --zero 0 --mesh.tp 2 --nproc 4", marks=pytest.mark.soak),
+        "--comm.compress zero_one --comm.start 3 --zero 1",
+        pytest.param("--comm.compress zero_one --comm.start 3 --zero 2 --mesh.tp 2 --nproc 4", marks=pytest.mark.soak),
     ],
 )
 def test_a_plan_is_what_a_rank_has_and_sends(words, capsys):
@@ -213,6 +215,14 @@ def test_signs_are_a_bit_of_each_element_there_and_back(ranks):
     rows = -(-13 // ranks)
     sent = compressed_bytes(placement(ragged, None, mesh), ONE_BIT, mesh)
     assert sent["all_to_all", axis] == ranks * (-(-7 * rows // 8) + -(-rows // 8))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 4096])
+def test_thin_matrices_are_as_large_on_any_number_of_ranks(ranks):
+    model = nn.Linear(1024, 4096, bias=False, device="meta")
+    mesh = mesh_shape(MeshConfig(dp_replicate=ranks).resolve(ranks))
+    sent = compressed_bytes(placement(model, None, mesh), POWERSGD, mesh)
+    assert dict(sent) == {("all_reduce", "+".join(gradient_axes(mesh))): 4 * POWERSGD.rank * (1024 + 4096)}
 
 
 def test_a_plan_prices_the_link(capsys):
