@@ -156,21 +156,28 @@ class _Run:
             raise UserError(f"a complex's out.npz lacks {name}, which tells how many rows were drawn, and which")
         rows = len(self.expected[name])
         extra = self.described.get("num_extra_msa", len(one.msa) - rows)
-        self.config = config = replace(config, max_msa=rows, max_extra_msa=extra)
+        config = replace(config, max_msa=rows, max_extra_msa=extra)
+        recycles = int(np.ravel(self.expected.get("num_recycles", config.num_recycles))[0])
         first = None
-        for iterations in possible_draws(one, config, self.described):
-            self.iterations = iterations
-            first = first or iterations
-            if _difference(self.outputs("cpu", torch.float32)[name], self.expected[name]) <= _SAME_DRAW:
-                return iterations
+        for ours, drawn in possible_draws(one, config, self.described, recycles):
+            first = first or (ours, drawn)
+            self.config = ours
+            if _difference(self._computed(drawn)[name], self.expected[name]) <= _SAME_DRAW:
+                return drawn
         assert first is not None
-        return first
+        self.config, drawn = first
+        return drawn
 
     def outputs(self, device: str, dtype: torch.dtype) -> dict[str, np.ndarray | None]:
         """The results of our model, by the names of out.npz, without the batch's dim, in fp64."""
+        return self._computed(self.iterations, device, dtype)
+
+    def _computed(
+        self, iterations: list[Features], device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> dict[str, np.ndarray | None]:
         model = build(self.config, self.parameters, dtype, device)
         with torch.inference_mode():
-            prediction = model([one.to(device, dtype) for one in self.iterations])
+            prediction = model([one.to(device, dtype) for one in iterations])
         tensors = {name: get(prediction) for name, get in COMPLEX_OUTPUTS.items()}
         return {n: None if t is None else t[0].to("cpu", torch.float64).numpy() for n, t in tensors.items()}
 

@@ -1,13 +1,13 @@
 """Features of a complex's golden run: the rows and the hidden letters that the original's network drew.
 
 The original draws them inside, from jax's key. So the key is tried: config.json's `seed`, or the first few, in both
-ways of counting that jax has had, with the rows drawn anew in each recycling iteration or once. config.json's
+ways of counting that jax has had, in all ways in which recycling iterations get theirs (`Keys`). config.json's
 `compiled`, true where it is left out, says whether XLA fused operations of the run (golden_rounding.py).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from apps.fold.model.config import MultimerConfig
 from apps.fold.model.features import Features
 
 _SEEDS = 8
+Keys = Literal["one", "inside", "outside"]
+"""How iterations get keys: all have one; the network splits its own (DeepMind's code); or whoever calls the network for
+each iteration does (ColabFold's fork, alphafold-colabfold), and decides which is the last."""
 
 
 def complex_of(batch: Mapping[str, np.ndarray]) -> Complex:
@@ -55,29 +58,43 @@ def complex_of(batch: Mapping[str, np.ndarray]) -> Complex:
     )
 
 
-def possible_draws(one: Complex, config: MultimerConfig, described: Mapping[str, Any]) -> Iterator[list[Features]]:
-    """The features of all iterations, for each key and way that the run may have had."""
+def possible_draws(
+    one: Complex, config: MultimerConfig, described: Mapping[str, Any], recycles: int
+) -> Iterator[tuple[MultimerConfig, list[Features]]]:
+    """The features of all iterations, for each key and way that the run may have had, and what ours is to be.
+
+    recycles  how many iterations the run had before its last
+    """
     seed = described.get("seed")
+    as_many = replace(config, num_recycles=recycles, recycle_tolerance=-1.0)
     for number in range(_SEEDS) if seed is None else [seed]:
         for partitionable in (True, False):
-            for anew in (False, True) if config.num_recycles else (False,):
-                found = _iterations(one, config, JaxNumbers(partitionable), number, anew)
-                yield [_as_rounded(features, one) for features in found] if described.get("compiled", True) else found
+            for keys in get_args(Keys):
+                ours = as_many if keys == "outside" else config
+                found = _iterations(one, ours, JaxNumbers(partitionable), number, keys)
+                if described.get("compiled", True):
+                    found = [_as_rounded(features, one) for features in found]
+                yield ours, found
 
 
-def _iterations(one: Complex, config: MultimerConfig, jax: JaxNumbers, seed: int, anew: bool) -> list[Features]:
-    key = jax.split(jax.key(seed))[1]  # haiku's first key
-    found: list[Features] = []
+def _iterations(one: Complex, config: MultimerConfig, jax: JaxNumbers, seed: int, keys: Keys) -> list[Features]:
+    key, used = jax.key(seed), []
+    if keys != "outside":
+        key = _first(jax, key)
     for number in range(config.num_recycles + 1):
-        used = key
-        if anew and number < config.num_recycles:
-            key, used = jax.split(key)
-        if anew or not found:
-            drawn = _drawn(one, config, jax, jax.split(used)[1])
-            found.append(features_of_complex(one, drawn, config))
-        else:
-            found.append(found[0])
-    return found
+        of_this = key
+        if keys == "outside":
+            key, of_this = jax.split(key)
+            of_this = _first(jax, of_this)
+        elif keys == "inside" and number < config.num_recycles:
+            key, of_this = jax.split(key)
+        used.append(jax.split(of_this)[1])
+    return [features_of_complex(one, _drawn(one, config, jax, of_rows), config) for of_rows in used]
+
+
+def _first(jax: JaxNumbers, key: np.ndarray) -> np.ndarray:
+    """The key that a network's module asks haiku for first."""
+    return jax.split(key)[1]
 
 
 def _as_rounded(features: Features, one: Complex) -> Features:

@@ -1,20 +1,27 @@
 """Golden runs of AlphaFold-Multimer's original code, versions 1, 2 and 3, of two and of three chains.
 
-    git clone https://github.com/google-deepmind/alphafold      # the runs were made at c77e5d2
-    pip install alphafold-colabfold jax dm-haiku                 # for what the clone imports
+    pip install alphafold-colabfold colabfold-kernels            # ColabFold's fork; 2.3.27 made colabfold/
+    python -m tests.support.original_multimer colabfold FOLDER
+    git clone https://github.com/google-deepmind/alphafold      # c77e5d2 made the rest; it imports what pip installed
     python -m tests.support.original_multimer alphafold tests/data/fold
 
 Each is a folder as `fold doctor --golden` reads it. Features are those that the original's own `pair_and_merge` makes
 of alignments and templates drawn here; weights are random, on coarse grids, so that the files stay small. The code runs
 operation by operation: what XLA makes of a vector that vanishes when it fuses operations is not in the original's
 equations (apps/fold/golden_rounding.py), and config.json says so (`compiled`).
+
+The fork computes what DeepMind's code computes, from the same features and weights, but for its recycling, which is
+outside of the network (`RunModel.predict`): each pass has a key of its own, versions 1 and 2 never end early, and
+version 3 ends with the pass that has settled, where DeepMind's code runs one more. Between passes it rounds to fp16,
+which is left out here.
 """
 
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -107,6 +114,7 @@ def small(preset: str, recycles: int) -> Any:
     embedding, heads = config.embeddings_and_evoformer, config.heads
     structure, template = heads.structure_module, config.embeddings_and_evoformer.template
     with config.unlocked():
+        config.calc_extended_ptm = True  # the fork's, which `RunModel` sets: logits of the PAE are kept
         config.global_config.update({"bfloat16": False, "zero_init": False, "subbatch_size": 64})
         embedding.update({"evoformer_num_block": 1, "extra_msa_stack_num_block": 1, "num_msa": _ROWS})
         embedding.update({"num_extra_msa": _EXTRA, "msa_channel": 8, "pair_channel": 6, "seq_channel": 8})
@@ -117,6 +125,7 @@ def small(preset: str, recycles: int) -> Any:
                     module.num_head = widths[0]
                 elif "multiplication" in name:
                     module.num_intermediate_channel = widths[1]
+                    module.fuse_projection_weights = preset.endswith("v3")  # the fork fuses those of other files, too
         embedding.evoformer.outer_product_mean.num_outer_channel = 3
         template.update({"num_channels": 4})
         template.template_pair_stack.num_block = 1
@@ -151,6 +160,29 @@ def _fan_in(scope: str, leaf: str, shape: tuple[int, ...]) -> int:
     return max(1, prod(one[:-1]) if leaf == "output_w" else one[0])
 
 
+def _whole(apply: Callable[..., Any], key: Any, features: dict[str, Any]) -> dict[str, Any]:
+    return apply(key, features)
+
+
+def _passes(config: Any, apply: Callable[..., Any], key: Any, features: dict[str, Any]) -> dict[str, Any]:
+    """The fork's `RunModel.predict`, in fp32."""
+    split, before, result = import_module("jax").random.split, _nothing(config, len(features["aatype"])), {}
+    for number in range(config.num_recycle + 1):
+        key, used = split(key)
+        result = {**apply(used, features | {"prev": before}), "num_recycles": number}
+        before = result["prev"]
+        if number and result["tol"] < config.recycle_early_stop_tolerance:
+            break
+    return {**result, "predicted_aligned_error": result["pae_matrix_with_logits"]}
+
+
+def _nothing(config: Any, length: int) -> dict[str, np.ndarray]:
+    """What the fork's first pass is given in the place of an earlier one's results."""
+    widths = config.embeddings_and_evoformer
+    shapes = {"msa_first_row": (length, widths.msa_channel), "pair": (length, length, widths.pair_channel)}
+    return {f"prev_{name}": np.zeros(shape, np.float32) for name, shape in (shapes | {"pos": (length, 37, 3)}).items()}
+
+
 def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Batch, parameters and outputs, by the names of the files."""
     hk, jax, jnp = map(import_module, ("haiku", "jax", "jax.numpy"))
@@ -165,10 +197,13 @@ def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     nothing = {"all_atom_positions": np.zeros((*shape, 3), np.float32), "all_atom_mask": np.zeros(shape, np.float32)}
     key = jax.random.PRNGKey(SEED)
     features = {name: jnp.asarray(array) for name, array in (batch | nothing).items()}  # nothing is not looked at
+    outside = hasattr(confidence, "compute_tol")
+    run_all = partial(_passes, config) if outside else _whole
     with as_before:
-        parameters = drawn(jax.eval_shape(transformed.init, key, features))
+        begin = {"prev": _nothing(config, len(batch["aatype"]))} if outside else {}
+        parameters = drawn(jax.eval_shape(transformed.init, key, features | begin))
         with jax.disable_jit():
-            result = transformed.apply(parameters, key, features)
+            result = run_all(partial(transformed.apply, parameters), key, features)
     out = {f"representations/{name}": result["representations"][name] for name in
            ("single", "pair", "msa", "msa_first_row", "structure_module")}  # fmt: skip
     structure = result["structure_module"]
@@ -178,7 +213,8 @@ def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     logits, breaks = (np.asarray(result["predicted_aligned_error"][name]) for name in ("logits", "breaks"))
     asym_id = np.asarray(batch["asym_id"])
     out["ptm"] = confidence.predicted_tm_score(logits, breaks)
-    out["iptm"] = confidence.predicted_tm_score(logits, breaks, asym_id=asym_id, interface=True)
+    across = {} if outside else {"interface": True}
+    out["iptm"] = confidence.predicted_tm_score(logits, breaks, asym_id=asym_id, **across)
     out["plddt"] = confidence.compute_plddt(np.asarray(result["predicted_lddt"]["logits"]))
     out["num_recycles"] = result["num_recycles"]
     flat = {f"{scope}//{leaf}": array for scope, leaves in parameters.items() for leaf, array in leaves.items()}
@@ -186,7 +222,8 @@ def run_original(run: Run) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(sys.argv[1]).resolve()))
+    if sys.argv[1] != "colabfold":  # the installed package
+        sys.path.insert(0, str(Path(sys.argv[1]).resolve()))
     for name in sys.argv[3:] or RUNS:
         run, folder = RUNS[name], Path(sys.argv[2]) / name
         folder.mkdir(parents=True, exist_ok=True)

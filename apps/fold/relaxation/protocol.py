@@ -30,6 +30,7 @@ from core.config import UserError
 MAX_ROUNDS = 3
 STIFFNESS = 10.0  # of the springs, kcal/mol/Angstrom^2
 _BOND_REACH = 2.5  # Angstrom between C and N, beyond which residues whose numbers are not consecutive are not bonded
+_BUSY_S, _BUSY = 1.0, 0.05  # of a limit at most, for when the machine is busy with something else at the end
 
 End = Literal["converged", "plateau", "limit of time"]
 Clock = Callable[[], float]
@@ -181,7 +182,9 @@ def relax(
     structure = structure_of(chains)
     rules = Stereochemistry(structure.aatype_N, structure.exists_NA, structure.follows_N)
     before = rules.violating(torch.from_numpy(structure.atoms_NA3))
-    limit.keep(2 * (clock() - begun))  # to look once more behind a round, and at the end
+    limit.keep(
+        2 * (clock() - begun) + min(_BUSY_S, _BUSY * limit_s)
+    )  # to look once more behind a round, and at the end
     moving, rounds, at = _Given(structure), [], clock()
     try:
         with suppress(OutOfTime):
