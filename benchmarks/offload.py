@@ -113,10 +113,13 @@ class Ran:
 
 
 class Training:
-    """A contender with its model: `step()` trains once and returns the loss."""
+    """A contender with its model: `step()` trains once and returns the loss.
+
+    early  with a disk: updates begin beside the backward
+    """
 
     def __init__(self, turn: Turn, step: Callable[[], Tensor], gemini: Gemini | None = None):
-        self.turn, self.step, self.gemini = turn, step, gemini
+        self.turn, self.step, self.gemini, self.early = turn, step, gemini, True
 
     @property
     def moved_bytes(self) -> int:
@@ -225,14 +228,15 @@ def gemini(turn: Turn) -> Training:
 
     def durable_step() -> Tensor:
         value = loss(model)
-        with wrapped.last_backward():
+        with wrapped.last_backward() if training.early else contextlib.nullcontext():
             value.backward()
         optimizer.step()
         optimizer.zero_grad()
         wrapped.commit(next(steps))
         return value.detach()
 
-    return Training(turn, durable_step, wrapped)
+    training = Training(turn, durable_step, wrapped)
+    return training
 
 
 def fsdp2_offload(turn: Turn) -> Training:

@@ -22,6 +22,7 @@ hooks      which moment it is, told by hooks on the model's modules
 replicas   Gemini as the training loop sees it
 disk       chunks that live on a drive below the host, and durable steps
     direct      reads and writes past the page cache, with checksums
+    area        memory in which values are read ahead
     slots       what lies where in a chunk's two places on the drive
     generation  the record of a durable step, and the folder with both
     durable     what the training loop asks of them

@@ -1,14 +1,17 @@
 """Reads and writes of a file past the page cache: O_DIRECT in pieces by a few threads, with checksums of every block.
 
 Nothing is compiled: `os.preadv` and `os.pwritev` give up the interpreter's lock, and so does the checksum, so a few
-threads keep one drive busy. Offsets, lengths and addresses are multiples of 4096, which every drive takes. Where a file
-system refuses O_DIRECT (tmpfs) the same calls go through the page cache, and `is_direct` says so.
+threads keep one drive busy. They take what somebody waits for first, then what is read ahead or has to leave memory,
+and last what only has to be on the drive some time. Offsets, lengths and addresses are multiples of 4096, which every
+drive takes. Where a file system refuses O_DIRECT (tmpfs) the same calls go through the page cache, and `is_direct` says
+so.
 
 A checksum is a CRC-32 of at most 1 MiB (`core.files`): a block that was half written when the power went, or that the
 drive has lost since, is found when it is read, and named.
 """
 
 import errno
+import itertools
 import math
 import mmap
 import os
@@ -16,9 +19,12 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from queue import PriorityQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -32,7 +38,9 @@ ALIGNMENT = 4096
 CHECKED_BYTES = 1 << 20
 PIECE_BYTES = 8 << 20
 THREADS = 4
-PROBE_BYTES = 16 << 20
+NOW, SOON, LATER = 0, 1, 2
+"""How urgent a transfer is."""
+PROBE_BYTES = 32 << 20
 DESCRIBED_DRIVE = 3.5e9, 2.5e9
 """Bytes a second that a PCIe 3 SSD reads and writes, for a drive that is not here."""
 
@@ -56,9 +64,43 @@ class Transfer:
                 raise failure
         return [checksum for piece in self._pieces for checksum in piece.result()]
 
-    @property
-    def is_over(self) -> bool:
-        return all(piece.done() for piece in self._pieces)
+    def settle(self) -> None:
+        """Return when all pieces are through, however they went."""
+        wait(self._pieces)
+
+
+class _Threads:
+    """Threads that take the most urgent work first, of equally urgent what was given first."""
+
+    def __init__(self, num_threads: int):
+        self._work: PriorityQueue[tuple[float, int, Callable[[], None] | None]] = PriorityQueue()
+        self._number = itertools.count()
+        self._threads = [Thread(target=self._run, name=f"disk-{k}", daemon=True) for k in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, urgency: int, call: Callable[[], list[int]]) -> Future[list[int]]:
+        future: Future[list[int]] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as failure:
+                future.set_exception(failure)
+
+        self._work.put((urgency, next(self._number), work))
+        return future
+
+    def _run(self) -> None:
+        while (work := self._work.get()[2]) is not None:
+            work()
+
+    def close(self) -> None:
+        """Return when all that was given is done."""
+        for _ in self._threads:
+            self._work.put((math.inf, next(self._number), None))
+        for thread in self._threads:
+            thread.join()
 
 
 class DirectFile:
@@ -79,7 +121,7 @@ class DirectFile:
                 if error.errno != errno.EINVAL:
                     raise
                 self.handle, self.is_direct = os.open(path, flags, 0o644), False
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
+        self._threads = _Threads(THREADS)
 
     def grow(self, offset: int, num_bytes: int) -> None:
         """Make room behind what there is, on the disk: what is full is full now, and not in step 900."""
@@ -90,20 +132,21 @@ class DirectFile:
         """These bytes as shared memory, whose pages come through the page cache when somebody looks at them."""
         return mmap.mmap(self.handle, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
 
-    def read(self, offset: int, memory: Tensor, checksums: Sequence[int] | None = None) -> Transfer:
+    def read(self, offset: int, memory: Tensor, checksums: Sequence[int] | None = None, urgency: int = NOW) -> Transfer:
         """Fill page-aligned memory [num_bytes] from there; Damaged is raised for blocks of other checksums."""
         self.read_bytes += memory.nbytes
         view = _bytes_of(memory)
         return self._in_pieces(
+            urgency,
             len(view),
             lambda a, b: self._read(offset + a, view[a:b], None if checksums is None else _blocks_of(checksums, a, b)),
         )
 
-    def write(self, offset: int, memory: Tensor) -> Transfer:
+    def write(self, offset: int, memory: Tensor, urgency: int = SOON) -> Transfer:
         """Write page-aligned memory [num_bytes] to there; it must stay as it is until the transfer is over."""
         self.written_bytes += memory.nbytes
         view = _bytes_of(memory)
-        return self._in_pieces(len(view), lambda a, b: self._write(offset + a, view[a:b]))
+        return self._in_pieces(urgency, len(view), lambda a, b: self._write(offset + a, view[a:b]))
 
     def sync(self) -> None:
         """Return when all that was written is on the disk."""
@@ -120,12 +163,13 @@ class DirectFile:
         os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.close()
         os.close(self.handle)
 
-    def _in_pieces(self, num_bytes: int, transfer: Callable[[int, int], list[int]]) -> Transfer:
+    def _in_pieces(self, urgency: int, num_bytes: int, transfer: Callable[[int, int], list[int]]) -> Transfer:
         starts = range(0, num_bytes, PIECE_BYTES)
-        return Transfer([self._pool.submit(transfer, a, min(num_bytes, a + PIECE_BYTES)) for a in starts])
+        ends = [(a, min(num_bytes, a + PIECE_BYTES)) for a in starts]
+        return Transfer([self._threads.submit(urgency, partial(transfer, a, b)) for a, b in ends])
 
     def _read(self, offset: int, view: memoryview, expected: Sequence[int] | None) -> list[int]:
         if self._whole(os.preadv, offset, view) < len(view):

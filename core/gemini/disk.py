@@ -5,16 +5,20 @@
              other slot; the next chunk is read meanwhile, and the one before it written. Where nothing stands between a
              gradient and its update (no clipping, no loss scale), another thread does so as gradients become final,
              beside the backward; the step takes those slots at its end, or, where it is skipped, leaves them
-    commit   what lives in memory is written too: where each step is made durable, as soon as it is updated. When all is
-             on the disk a record says which slots hold the step
+    commit   what lives in memory is written too, from where it lies: where each step is made durable, as soon as it is
+             updated. Another thread waits until all of it is on the disk, beside the next forward and backward; then a
+             record says which slots hold the step. The next updates wait for that
 
 There are `PLACES` places, each as large as the largest slot, made once: all that the host has of chunks on the disk
-beside their gradients. Between its uses a chunk's masters and state are views of the mapped file, so that whoever
-looks at them by name (a checkpoint) needs to know nothing of the disk; a step of training never does.
+beside their gradients. The last of them takes values that are fetched, as many ahead as there is room for. Between its
+uses a chunk's masters and state are views of the mapped file, so that whoever looks at them by name (a checkpoint)
+needs to know nothing of the disk, once `confirm` has returned; a step of training never does. What lives in the host's
+memory lies there as in a slot, in pages of its own, from which the drive takes it.
 
 A generation is a step whose record (`core.gemini.generation`) is on the disk. Its slots are not written again before
-the next one's record is there, so a process that is killed at any moment goes on from it. Two records are kept, turn
-by turn: with several ranks one may have the step that another has not come to.
+the next one's record is there, so a process that is killed at any moment goes on from it, or from the one before it
+where the next step's updates have not begun. Two records are kept, turn by turn: with several ranks one may have the
+step that another has not come to.
 """
 
 import mmap
@@ -23,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -31,8 +36,9 @@ from torch import Tensor
 
 from core.config import UserError, in_words
 from core.files import Damaged
+from core.gemini.area import Area
 from core.gemini.chunk import Chunk
-from core.gemini.direct import DirectFile, Transfer
+from core.gemini.direct import LATER, NOW, SOON, DirectFile, Transfer
 from core.gemini.generation import Folder, Generation
 from core.gemini.residency import PLACES
 from core.gemini.search import Chunking
@@ -50,10 +56,13 @@ class _Read(NamedTuple):
     transfers: list[Transfer]
 
 
-class _Write(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """place: free when it is over; None: of memory in which the chunk lives"""
+
     slots: Slots
     slot: int
-    place: Tensor
+    place: Tensor | None
     transfers: list[Transfer]
 
 
@@ -62,13 +71,13 @@ class Disk:
     pinned     whether a GPU copies from the places by itself
     every      steps from one that is made durable to the next
     early      chunks whose update has begun before the step's end -> what says when it is over
-
-    Two threads take places while updates run beside the backward: that which updates at most two at once, that which
-    fetches one. So there is always one that is free, is being written, or holds what was only read ahead.
+    housed     chunks that live in the host's memory -> that, laid out as a slot
+    agree      returns when all ranks have made a step durable: only then may the slots of the one before it be written
     """
 
     def __init__(self, folder: Folder, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
         self.optimizer, self.pinned, self.folder, self.every = optimizer, pinned, folder, every
+        self.agree: Callable[[], object] = lambda: None
         self.file: DirectFile = self.folder.new_file()
         self.slots: dict[Chunk, Slots] = {}
         self.away: set[Chunk] = set()
@@ -79,9 +88,11 @@ class Disk:
         self.updates = False  # values are being replaced: what is fetched next may be old still
         self._pages: mmap.mmap
         self._map: Tensor
+        self.housed: dict[Chunk, Tensor] = {}
         self._places: list[Tensor] = []
         self._free: list[Tensor] = []
-        self._writes: deque[_Write] = deque()
+        self._area: Area  # of values
+        self._writes: list[_Write] = []
         self._reads: dict[Chunk, _Read] = {}  # of whole slots
         self._ahead: dict[Chunk, _Read] = {}  # of values
         self.early: dict[Chunk, Future[None]] = {}
@@ -89,18 +100,20 @@ class Disk:
         self._before: dict[Chunk, dict[str, dict[str, Any]]] = {}  # numbers of their optimizer's state
         self._returned: set[Chunk] = set()  # whose gradients were not final, though they were taken for it
         self._updater = ThreadPoolExecutor(1, thread_name_prefix="updates")
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="commits")
+        self._committed: Future[None] | None = None  # over when the last step that was committed is durable
         self._lock = RLock()  # of places and of what is under way
         self._end = 0
 
     @property
     def place_bytes(self) -> int:
         """Bytes of the host for places."""
-        return sum(place.nbytes for place in self._places)
+        return sum(place.nbytes for place in self._places) + self._area.memory.nbytes
 
     @property
     def storages(self) -> list[Tensor]:
         """Memory that is the disk's: places and the mapped file."""
-        return [*self._places, self._map]
+        return [*self._places, self._area.memory, *self.housed.values(), self._map]
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
@@ -131,14 +144,23 @@ class Disk:
         if away:
             place = host_empty(slots.num_bytes, torch.uint8, False, paged=True)
             slots.fill(place)
-            self._written(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
+            self._written(_Write(slots, slots.latest, None, self._write(slots, slots.latest, place, NOW)))
             self._leave(chunk)
 
     def settle(self) -> None:
         """All chunks have been added: make the places."""
         largest = max(slots.num_bytes for slots in self.slots.values())
-        self._places = [host_empty(largest, torch.uint8, self.pinned, paged=True) for _ in range(PLACES)]
-        self._free = list(self._places)
+        self._places = [host_empty(largest, torch.uint8, self.pinned, paged=True) for _ in range(PLACES - 1)]
+        self._free, self._area = list(self._places), Area(largest, self.pinned)
+
+    @torch.no_grad()
+    def house(self, chunk: Chunk) -> None:
+        """Lay out a chunk that lives in the host's memory as in a slot."""
+        slots = self.slots[chunk]
+        memory = host_empty(slots.num_bytes, torch.uint8, self.pinned, paged=True)
+        slots.fill(memory)
+        slots.point(memory)
+        self.housed[chunk] = memory
 
     def _leave(self, chunk: Chunk) -> None:
         """From now on the chunk lives on the disk, where its values are."""
@@ -150,17 +172,20 @@ class Disk:
     def send(self, chunk: Chunk) -> None:
         """Let a chunk that lives in memory live on the disk."""
         self._copy(chunk)
+        self._until_written(self.slots[chunk])
+        self.housed.pop(chunk, None)
         self._leave(chunk)
 
     @torch.no_grad()
     def bring(self, chunk: Chunk) -> None:
         """Let a chunk that lives on the disk live in memory."""
-        read, slots = self._read(chunk, whole=True), self.slots[chunk]
-        self._in_use(chunk, read)
-        memory = host_empty(slots.num_bytes, torch.uint8, self.pinned)
+        read, slots = self._read_whole(chunk), self.slots[chunk]
+        self._in_use(chunk, read, self._free.append)
+        memory = host_empty(slots.num_bytes, torch.uint8, self.pinned, paged=True)
         memory.copy_(read.place[: slots.num_bytes])
         self._free.append(read.place)
         slots.point(memory)
+        self.housed[chunk] = memory
         chunk.refresh()
         self.away.discard(chunk)
         chunk.away = None
@@ -175,54 +200,74 @@ class Disk:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _place(self) -> Tensor:
-        """A place that nobody uses; waits for the earliest write where there is none."""
-        with self._lock:
-            if not self._free and self._writes:
-                self._land()
-            if not self._free:  # what was read ahead is not needed now
-                self._free.append(_waited(self._ahead.pop(next(iter(self._ahead)))))
-            return self._free.pop()
+        """A place that nobody uses; waits for the earliest writes where there is none."""
+        while True:
+            with self._lock:
+                if self._free:
+                    return self._free.pop()
+                write = next(write for write in self._writes if write.place is not None)
+            self._land(write)
 
-    def _read(self, chunk: Chunk, whole: bool) -> _Read:
-        """Begin to read the latest slot of a chunk: what an update reads, or what fills its buffer."""
+    def _begun(self, slots: Slots | None = None) -> list[_Write]:
+        """The writes, of a chunk or of all, that nobody has waited for."""
+        with self._lock:
+            return [write for write in self._writes if slots is None or write.slots is slots]
+
+    def _until_written(self, slots: Slots) -> None:
+        """Return when the latest slot is written."""
+        for write in self._begun(slots):
+            self._land(write)
+
+    def _read_whole(self, chunk: Chunk) -> _Read:
+        """Begin to read what an update reads of the latest slot of a chunk, into a place."""
         slots = self.slots[chunk]
-        wanted = slots.updated if whole else [slots.fetched]
+        self._until_written(slots)
+        place, begin, sums = self._place(), slots.offset(slots.latest), slots.checksums[slots.latest]
+        wanted = [(k, region) for k, region in enumerate(slots.regions) if region in slots.updated]
+        return _Read(place, [self.file.read(begin + a, place[a:b], sums[k]) for k, (a, b) in wanted])
+
+    def _read_values(self, chunk: Chunk, urgency: int) -> _Read | None:
+        """Begin to read what fills a chunk's buffer; None where there is no room for it."""
+        slots = self.slots[chunk]
+        self._until_written(slots)
+        begin, end = slots.fetched
+        piece, sums = self._area.take(end - begin), slots.checksums[slots.latest]
+        if piece is None:
+            return None
+        of_region = sums[slots.regions.index(slots.fetched)]
+        return _Read(piece, [self.file.read(slots.offset(slots.latest) + begin, piece, of_region, urgency)])
+
+    def _write(self, slots: Slots, slot: int, memory: Tensor, urgency: int = SOON) -> list[Transfer]:
+        return [self.file.write(slots.offset(slot) + a, memory[a:b], urgency) for a, b in slots.regions]
+
+    def _land(self, write: _Write) -> None:
+        """Wait for a write.  Raises what went wrong there, whoever asks."""
+        for transfer in write.transfers:
+            transfer.settle()
         with self._lock:
-            while any(write.slots is slots for write in self._writes):
-                self._land()
-        place, sums = self._place(), slots.checksums[slots.latest]
-        transfers = [
-            self.file.read(slots.offset(slots.latest) + region.begin, place[region.begin : region.end], sums[index])
-            for index, region in enumerate(slots.regions)
-            if region in wanted
-        ]
-        return _Read(place, transfers)
-
-    def _write(self, slots: Slots, slot: int, place: Tensor) -> list[Transfer]:
-        return [self.file.write(slots.offset(slot) + a, place[a:b]) for a, b in slots.regions]
-
-    def _land(self) -> None:
-        """Wait for the earliest write."""
-        write = self._writes.popleft()
-        self._written(write)
-        self._free.append(write.place)
+            if write in self._writes:
+                self._written(write)
+                self._writes.remove(write)
+                if write.place is not None:
+                    self._free.append(write.place)
 
     def _written(self, write: _Write) -> None:
         write.slots.checksums[write.slot] = [transfer.wait() for transfer in write.transfers]
 
     def drain(self) -> None:
         """Return when all that was written has gone to the drive."""
-        while self._writes:
-            self._land()
+        for write in self._begun():
+            self._land(write)
 
     def forget_ahead(self) -> None:
         """What was read ahead is of no use any more: it becomes old."""
         while self._ahead:
-            self._free.append(_waited(self._ahead.popitem()[1]))
+            self._area.give(_waited(self._ahead.popitem()[1]))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Surround the updates of a step, within which nothing is read ahead: it may be old still."""
+        self._until_durable()
         self.forget_ahead()
         self.updates, self._cursor = True, 0
         try:
@@ -236,31 +281,36 @@ class Disk:
     def values(self, chunk: Chunk) -> Iterator[Tensor]:
         """What fills a chunk's buffer [own], for the length of the block; what is fetched next is read behind it."""
         self.reopen(chunk)
-        with self._lock:
-            read = self._ahead.pop(chunk, None) or self._read(chunk, whole=False)
-        self._in_use(chunk, read)
+        read = self._ahead.pop(chunk, None) or self._read_values(chunk, NOW)
+        while read is None:  # what was read ahead is not needed now
+            self._area.give(_waited(self._ahead.popitem()[1]))
+            read = self._read_values(chunk, NOW)
+        self._go_on_behind(chunk)
+        self._read_ahead()
+        self._in_use(chunk, read, self._area.give)
         try:
             yield self.slots[chunk].fetched_values(read.place)
         finally:
-            self._free.append(read.place)
-        if not self.updates:
-            self._read_ahead(self._after(chunk))
+            self._area.give(read.place)
+        self._read_ahead()
 
-    def _after(self, chunk: Chunk) -> Chunk | None:
-        """The chunk that is fetched behind this one, as planned; None where updates come first."""
+    def _go_on_behind(self, chunk: Chunk) -> None:
+        """Set the cursor behind a chunk's next fetch in the planned order."""
         ahead = [k for k in (*range(self._cursor, len(self.order)), *range(self._cursor)) if self.order[k] is chunk]
-        if not ahead:
-            return None
-        self._cursor = ahead[0] + 1
-        return self.order[self._cursor] if self._cursor < len(self.order) else None
+        if ahead:
+            self._cursor = ahead[0] + 1
 
-    def _read_ahead(self, chunk: Chunk | None) -> None:
-        with self._lock:
-            if chunk is None or chunk.is_filled or chunk in self.early:
+    def _read_ahead(self) -> None:
+        """Begin to read what is fetched next, as planned and before the updates, as far as there is room."""
+        for chunk in self.order[self._cursor :] if not self.updates else ():
+            slots = self.slots[chunk]
+            if chunk in self.early or self._begun(slots):
                 return
-            spare = len(self._free) - any(not future.done() for future in self.early.values())
-            if spare > 0 and not self._ahead and not self._writes:
-                self._ahead[chunk] = self._read(chunk, whole=False)
+            if chunk not in self._ahead:
+                read = self._read_values(chunk, SOON)
+                if read is None:
+                    return
+                self._ahead[chunk] = read
 
     def follow(self, chunks: Sequence[Chunk], planned: Chunking) -> None:
         """Let the chunks live where the plan says, and read ahead in its order."""
@@ -270,6 +320,10 @@ class Disk:
                 self.bring(chunk)
             elif is_to_be and not is_there:
                 self.send(chunk)
+            if chunk.index in planned.plan.resident:  # from here on it lives on the device
+                self.housed.pop(chunk, None)
+            elif not is_to_be and chunk not in self.housed:
+                self.house(chunk)
         first = next((k for k, moment in enumerate(planned.trace.moments) if moment.kind == "update"), None)
         fetched = [move.chunk for moves in planned.plan.moves[:first] for move in moves if move.kind in FETCHES]
         self.order = [chunks[index] for index in fetched if chunks[index] in self.away]
@@ -282,16 +336,18 @@ class Disk:
         """
         if chunk not in self.away:
             yield
+            if chunk in self.housed:
+                self.slots[chunk].settle_state()
             self.touched.add(chunk)
             if self.copies_at_once:
                 self._copy(chunk)
                 self.touched.discard(chunk)
             return
         slots = self.slots[chunk]
-        read = self._reads.pop(chunk, None) or self._read(chunk, whole=True)
-        self._in_use(chunk, read)
+        read = self._reads.pop(chunk, None) or self._read_whole(chunk)
+        self._in_use(chunk, read, self._free.append)
         if following is not None:
-            self._reads[following] = self._read(following, whole=True)
+            self._reads[following] = self._read_whole(following)
         slots.point(read.place)
         try:
             yield
@@ -310,10 +366,11 @@ class Disk:
     def may_begin(self, chunk: Chunk) -> bool:
         """Return whether an update of the chunk can begin and yet be given up.
 
-        It can be where its latest slot is the durable one: that stays as it is, and the update fills the other.
+        It can be where its latest slot is the durable one, or about to be: that stays as it is, and the update fills
+        the other.
         """
         slots = self.slots[chunk]
-        is_kept = slots.latest == slots.durable
+        is_kept = slots.latest == slots.durable or self._committed is not None
         return chunk in self.away and is_kept and chunk not in self.early and chunk not in self._returned
 
     def begin_update(self, chunk: Chunk, step: Callable[[], None]) -> None:
@@ -327,13 +384,14 @@ class Disk:
 
     def _update(self, chunk: Chunk, step: Callable[[], None]) -> None:
         slots = self.slots[chunk]
-        with self._lock:
-            self._coming.popleft()
-            read = self._reads.pop(chunk, None) or self._read(chunk, whole=True)
-        self._in_use(chunk, read)
-        with self._lock:
-            if self._coming and len(self._free) > 1:  # one is left for what the backward fetches
-                self._reads[self._coming[0]] = self._read(self._coming[0], whole=True)
+        committed = self._committed
+        if committed is not None:
+            committed.result()
+        self._coming.popleft()
+        read = self._reads.pop(chunk, None) or self._read_whole(chunk)
+        self._in_use(chunk, read, self._free.append)
+        if self._coming and self._free:
+            self._reads[self._coming[0]] = self._read_whole(self._coming[0])
         slots.point(read.place)
         try:
             step()
@@ -375,13 +433,16 @@ class Disk:
         wait([self.early.pop(chunk)])
         self.slots[chunk].set_numbers(self._before.pop(chunk))
 
-    def _in_use(self, chunk: Chunk, read: _Read) -> None:
-        """Return when it is read.  Raises UserError for bytes that are not those that were written."""
+    def _in_use(self, chunk: Chunk, read: _Read, give: Callable[[Tensor], None]) -> None:
+        """Return when it is read; `give` takes its memory back where it is not.
+
+        Raises UserError for bytes that are not those that were written.
+        """
         try:
             for transfer in read.transfers:
                 transfer.wait()
         except BaseException as failure:
-            self._free.append(read.place)
+            give(read.place)
             if isinstance(failure, Damaged):
                 raise UserError(f"{failure} ({chunk.name}); {GO_ON}") from None
             raise
@@ -390,31 +451,56 @@ class Disk:
 
     @torch.no_grad()
     def commit(self, step: int, run: str, values: Mapping[str, Any], blob: bytes) -> None:
-        """Make the step durable: when this returns a process that is killed goes on from it.
+        """Begin to make the step durable: `confirm` returns when a process that is killed goes on from it.
 
         values  JSON-able, and `blob` is what else a run needs
         """
+        self._until_durable()
         for chunk in self.slots:
             if chunk not in self.away and chunk in self.touched:
                 self._copy(chunk)
-        self.drain()
-        self.file.sync()
-        self.folder.record(Generation.of(step, run, self.file.path.name, self.slots.values(), dict(values), blob))
-        for slots in self.slots.values():
-            slots.durable = slots.latest
         self.touched.clear()
         self.copies_at_once = self.every == 1
+        self._committed = self._committer.submit(self._record, step, run, dict(values), blob)
+        self._read_ahead()
+
+    def _record(self, step: int, run: str, values: dict[str, Any], blob: bytes) -> None:
+        """Wait until the slots of the step are on the drive, and tell of them: in another thread."""
+        self.drain()
+        self.file.sync()
+        self.folder.record(Generation.of(step, run, self.file.path.name, self.slots.values(), values, blob))
+        for slots in self.slots.values():
+            slots.durable = slots.latest
         self.forget()
 
+    def confirm(self) -> None:
+        """Return when the last step that was committed is durable, and all that was written is on the drive.
+
+        A collective.  Raises what went wrong.
+        """
+        self._until_durable()
+        self.drain()
+
+    def _until_durable(self) -> None:
+        committed = self._committed
+        if committed is not None:
+            wait([committed])
+            self._committed = None
+            committed.result()
+            self.agree()
+
     def _copy(self, chunk: Chunk) -> None:
-        """Begin to write what lives in memory to the slot that no generation holds."""
+        """Begin to write what lives in memory to the slot that no generation holds; of the host's memory from there."""
         slots = self.slots[chunk]
-        while any(write.slots is slots for write in self._writes):  # of a step that was not made durable
-            self._land()
-        place = self._place()
-        slots.fill(place)
+        self._until_written(slots)  # of a step that was not made durable
+        memory, place = self.housed.get(chunk), None
+        if memory is None:
+            memory = place = self._place()
+            slots.fill(place)
         slots.latest = slots.writes_to
-        self._writes.append(_Write(slots, slots.latest, place, self._write(slots, slots.latest, place)))
+        transfers = self._write(slots, slots.latest, memory, LATER if place is None else SOON)
+        with self._lock:
+            self._writes.append(_Write(slots, slots.latest, place, transfers))
 
     def forget(self) -> None:
         """Let the page cache have nothing of the file: somebody may have looked at what lies there."""
@@ -424,7 +510,7 @@ class Disk:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Within, whoever writes masters or state of chunks on the disk writes into slots that no generation holds."""
-        self.drain()
+        self.confirm()
         self.forget_ahead()
         before = {chunk: self.slots[chunk].latest for chunk in self.away}
         for chunk in self.away:
@@ -482,11 +568,13 @@ class Disk:
             file.close()
 
     def close(self) -> None:
+        """Raises what went wrong with the last step that was committed."""
         self._updater.shutdown()
-        for transfers in [*(w.transfers for w in self._writes), *(r.transfers for r in self._ahead.values())]:
-            for transfer in transfers:
-                transfer.wait()
+        self._committer.shutdown()
         self.file.close()
+        committed, self._committed = self._committed, None
+        if committed is not None:
+            committed.result()
 
 
 def _waited(read: _Read) -> Tensor:

@@ -11,10 +11,16 @@ from core.gemini.disk import Disk
 
 
 class DurableSteps:
-    """See `core.parallel.parallel_model.KeepsSteps`.  All but `folder` and `every` are collectives."""
+    """See `core.parallel.parallel_model.KeepsSteps`.  All but `folder` and `every` are collectives.
 
-    def __init__(self, disk: Disk, folder: Path, every: int):
-        self.disk, self.folder, self.every = disk, folder, every
+    at_once  a step is durable when `commit` returns: with several ranks, where updates begin beside the backward, in
+             which they may not wait for one another
+    """
+
+    def __init__(self, disk: Disk, folder: Path, every: int, at_once: bool = False):
+        self.disk, self.folder, self.every, self.at_once = disk, folder, every, at_once
+        if dist.get_world_size() > 1:
+            disk.agree = dist.barrier
 
     def latest(self) -> tuple[int, str] | None:
         """The last step that all ranks have, and the run that it is of."""
@@ -26,8 +32,11 @@ class DurableSteps:
 
     def commit(self, step: int, run: str, values: Mapping[str, Any], blob: bytes) -> None:
         self.disk.commit(step, run, values, blob)
-        if dist.get_world_size() > 1:  # only now may the slots of the step before be written over
-            dist.barrier()
+        if self.at_once:
+            self.disk.confirm()
+
+    def confirm(self) -> None:
+        self.disk.confirm()
 
     def restore(self, step: int) -> tuple[dict[str, Any], bytes]:
         """Within `loading`."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from core.files import naming
-from core.gemini.residency import ResidencyPlan, host_bytes_of
+from core.gemini.residency import ResidencyPlan
 from core.gemini.trace import Trace
 
 _COLOURS = {
@@ -45,8 +45,9 @@ def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.
             gradients[reduces[0] : update + 1] += chunk.param_bytes
     shards = sum(chunk.shard_bytes for chunk in away)
     passing = sum(chunk.param_bytes for chunk in away if chunk.trainable and chunk.away_bytes is None)
-    gradients += sum(chunk.grad_bytes for chunk in outside if chunk.index in plan.on_disk)
-    of_host = plan.host_bytes - host_bytes_of(chunks, plan.resident, plan.on_disk, has_disk=False)
+    waiting = sum(chunk.grad_bytes for chunk in outside if chunk.index in plan.on_disk)
+    gradients += waiting
+    of_host = plan.host_bytes - waiting - sum(chunk.host_bytes for chunk in away)
     tiers = {
         "device": {
             "resident chunks": np.full(num_moments, resident),

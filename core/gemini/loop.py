@@ -108,6 +108,8 @@ class Gemini:
 
     def state_dict(self) -> dict[str, Tensor]:
         """name -> whole value on the host, in the masters' format; a collective where chunks are sharded."""
+        if self.parallel.disk is not None:
+            self.confirm()
         found = {**self.parallel.frozen, **self.parallel.masters}
         whole = {name: full_tensor(value).cpu() for name, value in found.items()}
         if self.parallel.disk is not None:
@@ -137,8 +139,10 @@ class Gemini:
         return step, values
 
     def commit(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """Make masters and the optimizer's state durable as those after so many steps: a process that is killed from
-        here on goes on from it.
+        """Begin to make masters and the optimizer's state durable as those after so many steps.
+
+        They are when the next step's updates begin, or `confirm` or `close` return: a process that is killed from then
+        on goes on from it. What is written meanwhile is so beside the next forward and backward.
 
         values  JSON-able, of the loop's own: a scheduler's state, an epoch
 
@@ -152,6 +156,10 @@ class Gemini:
             )
         self._has_resumed = True
         durable.commit(step, RUN, dict(values or {}), json.dumps(rng_text()).encode())
+
+    def confirm(self) -> None:
+        """Return when the last step that was committed is durable.  A collective."""
+        self._durable("confirm").confirm()
 
     def close(self) -> None:
         """Let others have the folder on the disk; what is durable stays there. The model can be used no more."""

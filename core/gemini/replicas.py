@@ -261,6 +261,9 @@ class GeminiReplicas(DataParallel):
                 self.disk.add(self.chunks[-1], away=index in on_disk)
         if self.disk is not None:
             self.disk.settle()
+            for chunk in self.chunks if self.planned is None else ():
+                if chunk.away is None:
+                    self.disk.house(chunk)
         transport.allocate(self.chunks)
         self.executor = Executor(self.chunks, self.tier, transport, self.streams)
         self.hooks = ModuleHooks(
@@ -370,7 +373,8 @@ class GeminiReplicas(DataParallel):
                 "needs all masters at once; use another --optim.name"
             )
         self.disk = Disk(folder, self.device.type == "cuda", optimizer, self.config.durable_every)
-        self.durable = DurableSteps(self.disk, folder.path.parent, self.config.durable_every)
+        at_once = self.mesh.size() > 1 and self._can_update_early
+        self.durable = DurableSteps(self.disk, folder.path.parent, self.config.durable_every, at_once)
         if self.host.budget_bytes is None:
             free = device_bytes("cpu", dist.get_world_size())
             if self.device.type == "cpu":
@@ -386,12 +390,14 @@ class GeminiReplicas(DataParallel):
 
     def close(self) -> None:
         """Give the disk's folder back."""
-        if self.disk is not None:
-            self.give_up_updates()
-            self.disk.close()
-            self.disk = self.durable = None
-        if self.folder is not None:
-            self.folder.close()
+        try:
+            if self.disk is not None:
+                self.give_up_updates()
+                disk, self.disk, self.durable = self.disk, None, None
+                disk.close()
+        finally:
+            if self.folder is not None:
+                self.folder.close()
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""
@@ -463,9 +469,10 @@ class GeminiReplicas(DataParallel):
 
     def _host_bytes(self) -> int:
         """Bytes on the host of shards that live there, and of the optimizer's state of them."""
-        away = [chunk for chunk in self.chunks if not chunk.resident and chunk.away is None]
-        kept = [chunk.grad for chunk in self.chunks if chunk.away is not None and chunk.grad is not None]
-        places = 0 if self.disk is None else self.disk.place_bytes
+        housed = {} if self.disk is None else self.disk.housed
+        away = [c for c in self.chunks if not c.resident and c.away is None and c not in housed]
+        kept = [c.grad for c in self.chunks if (c.away is not None or c in housed) and c.grad is not None]
+        places = 0 if self.disk is None else self.disk.place_bytes + sum(memory.nbytes for memory in housed.values())
         state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.master, {}).values()]
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
         tensors = (*own.values(), *state, *kept)

@@ -36,8 +36,9 @@ from core.trace.machine import Bandwidth
 
 Policy = Literal["auto", "static", "cpu"]
 
-PLACES = 3
-"""Of the host, each as large as the largest slot on the disk: one is read into, one is updated, one is written."""
+PLACES = 4
+"""Of the host, each as large as the largest slot on the disk: one is read into, one is updated, one is written, and one
+has values that are fetched."""
 
 ENDURANCE_BYTES = 600e12
 """That a usual SSD of 1 TB may be written, by its maker's warranty: 600 TBW."""
@@ -180,12 +181,18 @@ def plan_residency(
     least = smallest_budget(trace)
     if budget_bytes < least:
         raise UserError(too_small(budget_bytes, least))
+    has_disk = bandwidth.has_disk
     search = _Search(trace, budget_bytes, bandwidth, keeps=policy == "auto", host_budget_bytes=host_budget_bytes)
     resident, timeline = search.nothing_resident() if policy == "cpu" else search.best()
     on_disk = search.on_disk(resident)
-    host_bytes = host_bytes_of(trace.chunks, resident, on_disk, bandwidth.has_disk)
+    host_bytes = host_bytes_of(trace.chunks, resident, on_disk, has_disk)
     if host_budget_bytes is not None and host_bytes > host_budget_bytes:
         raise HostTooSmall(host_bytes, host_budget_bytes)
+    copied = sum(c.slot_bytes for c in trace.chunks if c.trainable and c.index not in on_disk) if has_disk else 0
+    busy_s, step_s = timeline.busy_s, timeline.step_s
+    if has_disk:  # copies of what lives in memory are written beside all else
+        busy_s = busy_s | {"disk": busy_s["disk"] + copied / bandwidth.disk_write}
+        step_s = max(step_s, busy_s["disk"])
     return ResidencyPlan(
         policy=policy,
         budget_bytes=budget_bytes,
@@ -197,15 +204,13 @@ def plan_residency(
         host_bytes=host_bytes,
         to_device_bytes=timeline.to_device_bytes,
         to_host_bytes=timeline.to_host_bytes,
-        step_s=timeline.step_s,
-        busy_s=timeline.busy_s,
+        step_s=step_s,
+        busy_s=busy_s,
         on_disk=on_disk,
-        disk_bytes=2 * sum(chunk.slot_bytes for chunk in trace.chunks) if bandwidth.has_disk else 0,
+        disk_bytes=2 * sum(chunk.slot_bytes for chunk in trace.chunks) if has_disk else 0,
         disk_read_bytes=timeline.disk_read_bytes,
         disk_written_bytes=timeline.disk_written_bytes,
-        durable_bytes=sum(c.slot_bytes for c in trace.chunks if c.trainable and c.index not in on_disk)
-        if bandwidth.has_disk
-        else 0,
+        durable_bytes=copied,
     )
 
 
@@ -218,7 +223,7 @@ def to_disk(chunks: Sequence[ChunkInfo], resident: frozenset[int], host_budget_b
     if host_budget_bytes is None:
         return frozenset()
     beyond = host_bytes_of(chunks, resident, frozenset(), True) - host_budget_bytes
-    saved = {c.index: c.host_bytes - c.grad_bytes for c in chunks if c.index not in resident}
+    saved = {c.index: c.slot_bytes for c in chunks if c.index not in resident}
     found: list[int] = []
     for chunk in sorted(saved, key=lambda c: (chunks[c].trainable, -saved[c])):
         if beyond > 0:
@@ -236,8 +241,10 @@ def host_bytes_of(
 ) -> int:
     """Bytes of the host that chunks take at most, and places for the disk where there is one."""
     away = [chunk for chunk in chunks if chunk.index not in resident]
-    kept = sum(chunk.grad_bytes if chunk.index in on_disk else chunk.host_bytes for chunk in away)
-    return kept + (PLACES * max((chunk.slot_bytes for chunk in chunks), default=0) if has_disk else 0)
+    if not has_disk:
+        return sum(chunk.host_bytes for chunk in away)
+    kept = sum(chunk.grad_bytes + (0 if chunk.index in on_disk else chunk.slot_bytes) for chunk in away)
+    return kept + PLACES * max((chunk.slot_bytes for chunk in chunks), default=0)
 
 
 def _gib(num_bytes: float, up: bool = False) -> str:

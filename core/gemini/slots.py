@@ -118,9 +118,9 @@ class Slots:
         if self._values is not None and masters is not None:
             self._own(slot, self._values, self.chunk.dtype).copy_(self._own(slot, masters, self.chunk.wide))
 
-    def fetched_values(self, slot: Tensor) -> Tensor:
-        """[own] what fills the buffer."""
-        return self._own(slot, self.fetched, self.chunk.dtype)
+    def fetched_values(self, region: Tensor) -> Tensor:
+        """[own] what fills the buffer, of the bytes of the region that a fetch reads."""
+        return region[: self.chunk.own_elements * self.chunk.dtype.itemsize].view(self.chunk.dtype)
 
     def settle_state(self) -> None:
         """The optimizer may have put other tensors in the place of its own: their values go to the slot."""

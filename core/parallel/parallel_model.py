@@ -163,7 +163,14 @@ class KeepsSteps(Protocol):
         ...
 
     def commit(self, step: int, run: str, values: Mapping[str, Any], blob: bytes) -> None:
-        """Make masters and optimizer state of a step durable, and with them values (JSON-able) and a blob."""
+        """Begin to make masters and optimizer state of a step durable, and with them values (JSON-able) and a blob.
+
+        They are so before the next step's updates begin.
+        """
+        ...
+
+    def confirm(self) -> None:
+        """Return when they are, and may be looked at by name."""
         ...
 
     def restore(self, step: int) -> tuple[dict[str, Any], bytes]:

@@ -124,6 +124,8 @@ class TrainState:
         return {name: state_tensors(self.optimizer, master) for name, master in self.parallel.masters.items()}
 
     def save(self, checkpointer: Checkpointer, step: int) -> None:
+        if self.parallel.durable is not None:
+            self.parallel.durable.confirm()
         checkpointer.save(step, self.complete_tensors(), self.record(), rng_state())
 
     def complete_tensors(self) -> dict[str, Tensor]:
@@ -150,12 +152,14 @@ class TrainState:
         return values
 
     def commit(self, step: int, config: TrainConfig) -> None:
-        """Make a step durable where the model's steps are: what is lost if the process is killed now is nothing."""
+        """Begin to make a step durable where the model's steps are; the last one of a run is when this returns."""
         durable = self.parallel.durable
         if durable is None or (step % durable.every and step < config.steps and not self.stopping):
             return
         blob = encode_rank_values(rng_state() | {f"{BUFFER}{name}": b for name, b in self._buffers().items()})
         durable.commit(step, run_of(config), self.record(), blob)
+        if step == config.steps or self.stopping:
+            durable.confirm()
 
     def load_durable(self, step: int) -> int:
         """Take over a durable step.  Returns it."""
