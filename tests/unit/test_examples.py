@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from core.config import parse
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
-SHELLS = sorted(EXAMPLES.glob("*.sh"))
+PAGES = "scaling", "elastic", "auto_parallelize", "any_module"
+ELASTIC = EXAMPLES / "elastic_slurm.sh"
+SHELLS = sorted({*EXAMPLES.glob("*.sh")} - {ELASTIC})
 
 
 def check_run(words: list[str], nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +31,21 @@ def check_run(words: list[str], nodes: int, monkeypatch: pytest.MonkeyPatch) -> 
     mesh = check_combination(config)
     assert mesh.data_ranks * mesh.tp * mesh.cp * mesh.pp == nodes * per_node
     assert config.resume == "auto"
+
+
+def check_replica(words: list[str], store: str, replicas: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The words after `megalith`: a replica of that store whose mesh fits its ranks. Returns how many they are."""
+    assert words[:2] == ["llm", "pretrain"]
+    ranks = int(words[words.index("--nproc") + 1])
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("RANK", "0")
+    config = parse(RECIPES, words[2:], "llm pretrain", default="debug")
+    mesh = check_combination(config)
+    assert mesh.data_ranks * mesh.tp * mesh.cp * mesh.pp == ranks
+    assert config.resume == "auto"
+    assert config.elastic.store == store
+    assert config.elastic.min <= replicas
+    return ranks
 
 
 @pytest.mark.parametrize("script", SHELLS, ids=lambda path: path.name)
@@ -65,8 +83,47 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(isinstance(variable["value"], str) for variable in container["env"])
 
 
+def test_replicas_on_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, store, replicas = yaml.safe_load_all((EXAMPLES / "elastic.yaml").read_text())
+    assert [part["kind"] for part in (service, store, replicas)] == ["Service", "Pod", "Deployment"]
+    assert service["spec"]["selector"] == store["metadata"]["labels"]
+    ((container,), port) = store["spec"]["containers"], service["spec"]["ports"][0]["port"]
+    assert container["command"] == ["python", "-m", "core.members", f"0.0.0.0:{port}"]
+    template = replicas["spec"]["template"]
+    assert replicas["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+    assert service["spec"]["selector"] != template["metadata"]["labels"]
+    (container,) = template["spec"]["containers"]
+    words = [*container["command"], *container["args"]]
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    assert words[0] == "megalith"
+    ranks = check_replica(words[1:], f"{service['metadata']['name']}:{port}", replicas["spec"]["replicas"], monkeypatch)
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == ranks
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in template["spec"]["volumes"]}
+
+
+def test_replicas_on_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run, with an sbatch that writes down what it is given."""
+    said = tmp_path / "said"
+    (tmp_path / "sbatch").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" END >> {said}\nwc -l < {said}\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "STORE_NODE": "node-0"}
+    done = subprocess.run(["bash", ELASTIC], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    jobs = [job.splitlines() for job in said.read_text().split("END\n")[:-1]]
+    store, replicas, end = ({a: b for a, b in pairwise(job) if a.startswith("-")} for job in jobs)
+    address = store["--wrap"].removeprefix("python -m core.members ")
+    assert address == f"{store['--nodelist']}:29400" == "node-0:29400"
+    words = shlex.split(replicas["--wrap"])
+    assert words[:2] == ["srun", "megalith"]
+    ranks = check_replica(words[2:], address, int(replicas["--array"].split("-")[1]) + 1, monkeypatch)
+    assert int(replicas["--gpus-per-node"]) == ranks
+    numbers = [str(sum(len(job) + 1 for job in jobs[: place + 1])) for place in range(2)]  # what sbatch has answered
+    assert replicas["--dependency"] == f"after:{numbers[0]}"
+    assert (end["--dependency"], end["--wrap"]) == (f"afterany:{numbers[1]}", f"scancel {numbers[0]}")
+
+
 def test_the_page_names_every_example_and_its_shell_blocks_parse() -> None:
-    page = "".join((DOCS / f"{name}.md").read_text() for name in ("scaling", "auto_parallelize", "any_module"))
+    page = "".join((DOCS / f"{name}.md").read_text() for name in PAGES)
     for path in EXAMPLES.glob("*.*"):
         assert f"examples/{path.name}" in page
     blocks = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
