@@ -215,5 +215,6 @@ def _complex(record: Record, sequences: Sequence[str], own: Sequence[Rows], pair
     gaps = ["-" * len(sequence) for sequence in sequences]
     for at, of_chain in enumerate(own):
         before, behind = "".join(gaps[:at]), "".join(gaps[at + 1 :])
-        rows += [(name, f"{before}{letters}{behind}") for name, letters in of_chain]
+        of_its_own = [(str(_FIRST + at), sequences[at]), *of_chain]  # by which ColabFold knows where its rows begin
+        rows += [(name, f"{before}{letters}{behind}") for name, letters in of_its_own]
     return "".join(lines) + _text(rows)

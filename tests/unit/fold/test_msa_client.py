@@ -119,6 +119,7 @@ def test_alignments_of_our_server(fasta: Path, tmp_path: Path, capsys: pytest.Ca
         assert f"note: the sequences of 2 records (168 residues) are sent to {running.url}" in told.err
         assert "record 3 (bad)" in told.err
         assert "cram: 2 rows" in told.out
+        assert "two: 4 rows" in told.out
         searched = begun(tmp_path)
         assert main(options) == 2
         told = capsys.readouterr()
@@ -133,7 +134,10 @@ def test_alignments_of_our_server(fasta: Path, tmp_path: Path, capsys: pytest.Ca
     target = find_complex(record, tmp_path / "out", None, False)
     assert target.files == (tmp_path / "out" / "two.a3m",)
     assert target.lengths == (76, 46, 76)
-    assert (tmp_path / "out" / "two.a3m").read_text().startswith(f"#76,46\t2,1\n>101\t102\n{UBIQUITIN}{CRAMBIN}\n")
+    whole = (tmp_path / "out" / "two.a3m").read_text()
+    assert whole.startswith(f"#76,46\t2,1\n>101\t102\n{UBIQUITIN}{CRAMBIN}\n")
+    assert f"\n>101\n{UBIQUITIN}{46 * '-'}\n>hit/1-9\n" in whole
+    assert f"\n>102\n{76 * '-'}{CRAMBIN}\n>hit/1-9\n" in whole
 
 
 def test_predictions_with_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,8 +60,8 @@ def test_modes() -> None:
     for kind, mode, said in (
         ("msa", "env-taxonomy", "no 'taxonomy'; ticket/msa takes all, env"),
         ("msa", "pairgreedy", "no 'pairgreedy'"),
-        ("msa", "all-env", "both of all and env"),
-        ("pair", "pairgreedy-paircomplete", "both of pairgreedy and paircomplete"),
+        ("msa", "all-env", "all and env exclude each other; ticket/msa takes"),
+        ("pair", "pairgreedy-paircomplete", "pairgreedy and paircomplete exclude each other"),
         ("pair", "nofilter", "ticket/pair takes pairgreedy"),
     ):
         with pytest.raises(UserError, match=said):
