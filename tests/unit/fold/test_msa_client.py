@@ -213,6 +213,16 @@ def _tar(name: str) -> bytes:
     return out.getvalue()
 
 
+def _long(size: int, name: str) -> bytes:
+    """A member of so many zeros, or, in the header of one, a name."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = size
+        tar.addfile(member, io.BytesIO(bytes(size)))
+    return out.getvalue()
+
+
 def _link() -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:gz") as tar:
@@ -338,6 +348,13 @@ def test_limits_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(GivenUp, match=r"does not answer \(timed out\), asked 6 times"):
             service(url, tmp_path).alignment(record)
         assert len(asked) == 6
+
+
+@pytest.mark.parametrize("packed_small", [_long(1 << 20, "uniref.a3m"), _long(0, (1 << 20) * "a")])
+def test_what_unpacks_to_too_much(packed_small: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_MOST_BYTES", 1 << 19)
+    with server(answering(packed_small)) as (url, _), pytest.raises(UserError, match="unpacks to more than 512 KiB"):
+        service(url, tmp_path).alignment(read_fasta(_one(tmp_path))[0][0])
 
 
 def test_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
