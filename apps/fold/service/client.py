@@ -144,14 +144,15 @@ def _quoted(answer: Mapping[str, object]) -> str:
     return urllib.parse.quote(str(answer.get("id", "")), safe="")
 
 
-class _Bounded:
+class _Bounded(gzip.GzipFile):
     """A packed file as it unpacks, up to a length: headers, names and members alike."""
 
     def __init__(self, raw: bytes, origin: str):
-        self._file, self._origin, self._left = gzip.GzipFile(fileobj=io.BytesIO(raw)), origin, _MOST_BYTES
+        super().__init__(fileobj=io.BytesIO(raw))
+        self._origin, self._left = origin, _MOST_BYTES
 
-    def read(self, size: int) -> bytes:
-        found = self._file.read(size)
+    def read(self, size: int | None = -1) -> bytes:
+        found = super().read(size)
         self._left -= len(found)
         if self._left < 0:
             raise UserError(f"{self._origin} unpacks to more than {in_words(_MOST_BYTES)}; nothing of it is taken")
