@@ -142,7 +142,8 @@ def _from_server(config: MsaConfig, records: list[Record], refused: list[Refused
                 reason = in_one_line(error) or error
                 print(f"error: {config.input}, record {record.number} ({record.name}): {reason}", file=sys.stderr)
             else:
-                print(f"{record.name}: {sum(line.startswith(b'>') for line in text.splitlines()) - 1} rows")
+                queries = 1 + len({chain.sequence for chain in record.chains})
+                print(f"{record.name}: {sum(line.startswith(b'>') for line in text.splitlines()) - queries} rows")
     return 2 if refused or wrong else 0
 
 

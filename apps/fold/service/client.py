@@ -9,6 +9,7 @@
 Only sequences and numbers in the place of names leave this machine.
 """
 
+import gzip
 import hashlib
 import io
 import json
@@ -143,21 +144,32 @@ def _quoted(answer: Mapping[str, object]) -> str:
     return urllib.parse.quote(str(answer.get("id", "")), safe="")
 
 
+class _Bounded(gzip.GzipFile):
+    """A packed file as it unpacks, up to a length: headers, names and members alike."""
+
+    def __init__(self, raw: bytes, origin: str):
+        super().__init__(fileobj=io.BytesIO(raw))
+        self._origin, self._left = origin, _MOST_BYTES
+
+    def read(self, size: int | None = -1) -> bytes:
+        found = super().read(size)
+        self._left -= len(found)
+        if self._left < 0:
+            raise UserError(f"{self._origin} unpacks to more than {in_words(_MOST_BYTES)}; nothing of it is taken")
+        return found
+
+
 def _unpacked(raw: bytes, origin: str) -> dict[str, str]:
     """The texts of a tar.gz.  Raises UserError for what is none, or names a file outside of its folder."""
     found: dict[str, str] = {}
-    total = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(raw), mode="r:gz") as tar:
+        with tarfile.open(fileobj=_Bounded(raw, origin), mode="r|") as tar:
             for member in tar:
                 place = PurePosixPath(member.name)
                 if place.is_absolute() or ".." in place.parts or not (member.isfile() or member.isdir()):
                     raise UserError(
                         f"{origin} names {member.name[:80]!r}, outside of its folder; nothing of it is taken"
                     )
-                total += member.size
-                if total > _MOST_BYTES:
-                    raise UserError(f"{origin} unpacks to more than {in_words(_MOST_BYTES)}; nothing of it is taken")
                 if member.isfile() and place.name in (UNIREF, ENVIRONMENTAL, PAIRED):
                     file = tar.extractfile(member)
                     found[place.name] = "" if file is None else file.read().decode("utf-8", "replace")
@@ -215,5 +227,6 @@ def _complex(record: Record, sequences: Sequence[str], own: Sequence[Rows], pair
     gaps = ["-" * len(sequence) for sequence in sequences]
     for at, of_chain in enumerate(own):
         before, behind = "".join(gaps[:at]), "".join(gaps[at + 1 :])
-        rows += [(name, f"{before}{letters}{behind}") for name, letters in of_chain]
+        of_its_own = [(str(_FIRST + at), sequences[at]), *of_chain]  # by which ColabFold knows where its rows begin
+        rows += [(name, f"{before}{letters}{behind}") for name, letters in of_its_own]
     return "".join(lines) + _text(rows)

@@ -68,6 +68,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Clients put "/ticket/msa" behind an address that may end with a slash, as ours does where it is announced.
+        scope["path"] = "/" + scope["path"].lstrip("/")
         headers = {name.decode("latin-1").lower(): value for name, value in scope["headers"]}
         refusal = self._refused(scope, headers)
         if refusal is None and scope["method"] == "POST":

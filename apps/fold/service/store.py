@@ -53,7 +53,7 @@ class Store:
     def __init__(self, folder: Path):
         self._jobs, self.results = folder / "jobs", folder / "results"
         for made in (self._jobs, self.results):
-            made.mkdir(parents=True, exist_ok=True)
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)  # ids and sequences are nobody else's
             for part in made.glob(".*.part"):  # of a server that was killed
                 part.unlink()
         self._secret = _secret(folder / "secret")

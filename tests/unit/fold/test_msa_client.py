@@ -119,6 +119,7 @@ def test_alignments_of_our_server(fasta: Path, tmp_path: Path, capsys: pytest.Ca
         assert f"note: the sequences of 2 records (168 residues) are sent to {running.url}" in told.err
         assert "record 3 (bad)" in told.err
         assert "cram: 2 rows" in told.out
+        assert "two: 4 rows" in told.out
         searched = begun(tmp_path)
         assert main(options) == 2
         told = capsys.readouterr()
@@ -133,7 +134,10 @@ def test_alignments_of_our_server(fasta: Path, tmp_path: Path, capsys: pytest.Ca
     target = find_complex(record, tmp_path / "out", None, False)
     assert target.files == (tmp_path / "out" / "two.a3m",)
     assert target.lengths == (76, 46, 76)
-    assert (tmp_path / "out" / "two.a3m").read_text().startswith(f"#76,46\t2,1\n>101\t102\n{UBIQUITIN}{CRAMBIN}\n")
+    whole = (tmp_path / "out" / "two.a3m").read_text()
+    assert whole.startswith(f"#76,46\t2,1\n>101\t102\n{UBIQUITIN}{CRAMBIN}\n")
+    assert f"\n>101\n{UBIQUITIN}{46 * '-'}\n>hit/1-9\n" in whole
+    assert f"\n>102\n{76 * '-'}{CRAMBIN}\n>hit/1-9\n" in whole
 
 
 def test_predictions_with_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +210,16 @@ def _tar(name: str) -> bytes:
         member = tarfile.TarInfo(name)
         member.size = 3
         tar.addfile(member, io.BytesIO(b"MKT"))
+    return out.getvalue()
+
+
+def _long(size: int, name: str) -> bytes:
+    """A member of so many zeros, or, in the header of one, a name."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = size
+        tar.addfile(member, io.BytesIO(bytes(size)))
     return out.getvalue()
 
 
@@ -334,6 +348,13 @@ def test_limits_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(GivenUp, match=r"does not answer \(timed out\), asked 6 times"):
             service(url, tmp_path).alignment(record)
         assert len(asked) == 6
+
+
+@pytest.mark.parametrize("packed_small", [_long(1 << 20, "uniref.a3m"), _long(0, (1 << 20) * "a")])
+def test_what_unpacks_to_too_much(packed_small: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_MOST_BYTES", 1 << 19)
+    with server(answering(packed_small)) as (url, _), pytest.raises(UserError, match="unpacks to more than 512 KiB"):
+        service(url, tmp_path).alignment(read_fasta(_one(tmp_path))[0][0])
 
 
 def test_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

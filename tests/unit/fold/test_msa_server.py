@@ -60,8 +60,8 @@ def test_modes() -> None:
     for kind, mode, said in (
         ("msa", "env-taxonomy", "no 'taxonomy'; ticket/msa takes all, env"),
         ("msa", "pairgreedy", "no 'pairgreedy'"),
-        ("msa", "all-env", "both of all and env"),
-        ("pair", "pairgreedy-paircomplete", "both of pairgreedy and paircomplete"),
+        ("msa", "all-env", "all and env exclude each other; ticket/msa takes"),
+        ("pair", "pairgreedy-paircomplete", "pairgreedy and paircomplete exclude each other"),
         ("pair", "nofilter", "ticket/pair takes pairgreedy"),
     ):
         with pytest.raises(UserError, match=said):
@@ -167,6 +167,7 @@ def test_what_is_refused_and_who_is_answered(tmp_path: Path) -> None:
         assert said("result/download/" + 48 * "0")[0] == said("result/download/..%2Fsecret")[0] == 404
         assert "no templates" in said("template/1abc_A")[1]
         assert "it answers POST /ticket/msa" in said("ticket/foldseek/x")[1]
+        assert said("/ticket/" + 48 * "0") == (404, "UNKNOWN"), "of a client whose address ends with a slash"
         assert said("queue", Host="box.lan") == (200, "")
         assert "does not answer for evil.example" in said("queue", Host="evil.example")[1]
         assert said("queue", Origin="https://evil.example")[0] == said("queue", Origin="null")[0] == 403
@@ -339,7 +340,8 @@ def test_a_killed_server_goes_on_with_what_it_had_promised(tmp_path: Path) -> No
     for ticket, sequence in zip(tickets, sequences):
         assert server.ended(ticket) == {"id": ticket["id"], "status": "COMPLETE"}
         assert server.files(ticket)["uniref.a3m"] == entry("101", sequence)
-    assert (tmp_path / "state" / "secret").stat().st_mode & 0o77 == 0
+    for name in ("secret", "jobs", "results"):
+        assert (tmp_path / "state" / name).stat().st_mode & 0o77 == 0
     with pytest.raises(UserError, match="is in use by process"):
         main(["--databases", str(made[0]), "--state", str(tmp_path / "state"), "--port", "0"])
     process.send_signal(signal.SIGTERM)
