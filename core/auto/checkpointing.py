@@ -39,8 +39,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from core.trace.chain import Chain, ChainBlock, Keeps, Kept, Simulated, keeps_of, simulate
-from core.trace.segments import FORMS, Away, Form, Lean, Segments
+from core.trace.chain import Chain, ChainBlock, Keeps, Kept, Simulated, item_of, keeps_of, simulate
+from core.trace.segments import Form, Segments
 
 SLOTS = 500
 """For the bytes between the least that a step takes and the most."""
@@ -295,7 +295,7 @@ def _best_ways(of: ChainBlock) -> dict[Keeps, Kept]:
 
 def _joined(keeps: Keeps, rest: Segments) -> Segments:
     """A block that is kept, before the rest."""
-    first = 1 if keeps is None else Away(1, keeps) if keeps in FORMS else Lean(1, keeps)
+    first = item_of(keeps)
     if rest and not isinstance(rest[0], tuple) and keeps_of(rest[0]) == keeps:
         more = rest[0] + 1 if isinstance(rest[0], int) else replace(rest[0], blocks=rest[0].blocks + 1)
         return (more, *rest[1:])

@@ -84,7 +84,7 @@ def estimate_chain(
                         lean[keeps] = steps(Lean(len(blocks), keeps))
                     if chain.kept:
                         lean["products"] = products
-                away = {form: steps(Away(len(blocks), form)) for form in _traced_forms(lines)}
+                away = dict[Form, _Steps]((form, steps(Away(len(blocks), form))) for form in _traced_forms(lines))
             except RuntimeError as error:
                 said = next(iter(str(error).splitlines()), "")
                 raise UserError(

@@ -234,6 +234,17 @@ def keeps_of(item: int | Lean | Away) -> Keeps:
     return item.keeps if isinstance(item, Lean) else item.form
 
 
+def item_of(keeps: Keeps) -> int | Lean | Away:
+    """One block that is kept in this way."""
+    match keeps:
+        case None:
+            return 1
+        case "host" | "disk" | "compressed":
+            return Away(1, keeps)
+        case _:
+            return Lean(1, keeps)
+
+
 def simulate(chain: Chain, segments: Segments) -> Simulated:
     """Run the step on a chain, block by block, as `core.parallel.recompute_chain` runs it on a model."""
     return _Simulation(chain).run(segments)
@@ -337,7 +348,7 @@ class _Simulation:
 
     def _send(self, index: int, how: Kept, begin: float) -> None:
         """What a block saves is sent from when it begins to run on, one after the other."""
-        form = next(form for form, other in self.blocks[index].away.items() if other is how)
+        form: Form = next(form for form, other in self.blocks[index].away.items() if other is how)
         sent, fetched = self.copied[form]
         line = self.chain.lines[form]
         made = max(sent, begin if line.overlaps else self.seconds) + how.send_s
