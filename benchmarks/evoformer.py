@@ -1,8 +1,9 @@
 """The Evoformer block: time of forward and of forward with backward, and memory, beside the algorithms as written.
 
 The published micro-benchmark: batch 1, c_m 256, c_z 128, an MSA of 128 rows x 256 residues, 12 blocks, fp32 and bf16. A
-CPU takes minutes for 12 blocks, so there one is timed, at that size and at 32 x 128, and bf16 (which many have no units
-for) at the latter alone, unless --full is given; the time of a block is what is reported.
+CPU takes minutes for 12 blocks, so there one is timed, unless --full is given, at that size and at 32 x 128; the time
+of a block is what is reported. `--part 128x256-bf16` measures one size and format, and keeps it for the run that does
+the rest.
 
 ours       EvoformerBlock with what the device has: kernels on a GPU, torch's fused attention on a CPU. Without
            gradients on a CPU in the slices that a plan takes for the fastest (apps/fold/subbatch), as `fold predict`
@@ -17,6 +18,10 @@ printed of that block on an A100 (`PRINTED`).
 Memory on a CPU: the most bytes of tensors alive at once in a forward without gradients, weights and inputs among them,
 counted operator by operator. "ours, bounded" works in the slices of a plan that has 40 % of OpenFold's peak.
 
+"planned" are the 12 blocks in fp32 and bf16 as `fold train --plan` counts a step (core.estimate), on tensors without
+memory: FLOPs, what a block keeps for its backward, the fullest moment, and the milliseconds that an A100 takes at
+least by its data sheet, operator by operator, by FLOPs or by bytes of memory; the optimizer's update is among them.
+
 "operations" is the same forward operation by operation, by the clock around each of the block's modules: whole, in the
 plan's slices, with the triangle products in other orders, and in slices of 16 rows, whose launches cost what they save.
 
@@ -30,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,11 +52,17 @@ from apps.fold.subbatch import FoldJob, How, apply_subbatches, least_bytes, plan
 from apps.fold.weights.table import name_table
 from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
+from core.auto.machines import gpu_named
+from core.compose import ParallelConfig
 from core.config import UserError, run_command
+from core.estimate import estimate_step
 from core.kernels.gated_output import output_reference
 from core.kernels.triangle import reference as triangle_reference
+from core.mesh import MeshConfig
+from core.metrics.throughput import gpu_peak_flops
 from core.runtime import keep_freed_memory
 from core.trace.account import MemoryAccount
+from core.trace.machine import Speed
 
 NUM_BLOCKS = 12
 ROWS, RESIDUES = 128, 256
@@ -185,25 +196,37 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def measure(options: Options) -> Measured:
+def measure(options: Options) -> Measured | None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()  # as `fold predict` does, and here OpenFold's process, too
     count = 1 if options.quick or (device.type == "cpu" and not options.full) else NUM_BLOCKS
     sizes = [(4, 16)] if options.quick else [(ROWS, RESIDUES), SMALL]  # the larger first: an allocator's memory grows
     dtypes = [torch.float32] if options.quick else [torch.float32, torch.bfloat16]
+    parts = {_part(size[0], size[1], _format(dtype)): (size, dtype) for size in sizes for dtype in dtypes}
+    if options.part not in ("", *parts):
+        raise UserError(f"--part {options.part}: evoformer has the parts {', '.join(parts)}")
     rows: list[Row] = []
     times: dict[tuple[str, str, tuple[int, int], torch.dtype], float] = {}
-    for size in sizes:
-        large_on_cpu = size != SMALL and device.type == "cpu" and not options.full
-        for dtype in dtypes[:1] if large_on_cpu else dtypes:
-            slow = device.type == "cpu" and not options.full and (large_on_cpu or dtype != torch.float32)
-            repeats = 1 if options.quick else 2 if slow else 5
-            for (contender, work), taken in _times(count, size, dtype, device, repeats, options.peers_python).items():
-                times[contender, work, size, dtype] = taken
-                rows.append(_row(contender, work, size, dtype, taken))
+    for name, (size, dtype) in parts.items():
+        if options.part not in ("", name):
+            continue
+        slow = device.type == "cpu" and not options.full and (size != SMALL or dtype != torch.float32)
+        repeats = 1 if options.quick else 2 if slow else 5
+        found = [row for row in options.earlier if _part_of(row) == name]
+        if not found:
+            taken = _times(count, size, dtype, device, repeats, options.peers_python)
+            found = [_row(contender, work, size, dtype, value) for (contender, work), value in taken.items()]
+            for row in found:
+                options.kept(row)
+        rows += found
+        times |= {(str(row.case["contender"]), str(row.case["work"]), size, dtype): _taken(row) for row in found}
+    if options.part:
+        return None
     if device.type == "cpu":
         rows += _operations((4, 16) if options.quick else SMALL, 1 if options.quick else 5)
+    planned = ((4, 16), 2) if options.quick else ((ROWS, RESIDUES), NUM_BLOCKS)
+    rows += [row for dtype in (torch.float32, torch.bfloat16) for row in _planned(*planned, dtype)]
     rows += _printed()
     rows += [_memory(residues) for residues in ((64,) if options.quick else LENGTHS)]
     targets = () if options.quick else _targets(times, device)
@@ -220,6 +243,20 @@ def _printed() -> list[Row]:
         for work, block_ms in zip(WORK, (forward_ms, forward_ms + backward_ms)):
             rows.append(Row(case | {"work": work, "format": "not stated"}, {"block": Number(block_ms, "ms")}))
     return rows
+
+
+def _part(rows: str | int, residues: str | int, form: str | int) -> str:
+    return f"{rows}x{residues}-{form}"
+
+
+def _part_of(row: Row) -> str:
+    """The part that a figure was kept of."""
+    return _part(row.case["rows"], row.case["residues"], row.case["format"])
+
+
+def _taken(row: Row) -> float:
+    """Seconds, or bytes, of a figure of `_row`."""
+    return row.numbers[PEAK].value * 1e6 if PEAK in row.numbers else row.numbers["block"].value / 1e3
 
 
 def _row(contender: str, work: str, size: tuple[int, int], dtype: torch.dtype, taken: float) -> Row:
@@ -262,6 +299,49 @@ def _times(
         blocks = bounded(blocks_of(count, device, dtype), inputs, int(SHARE * found[OPENFOLD, PEAK]))
         found |= _in_slices(BOUNDED, blocks, inputs, expected, repeats)
     return found
+
+
+# --- planned ----------------------------------------------------------------------------------------------------------
+
+
+class _Stack(nn.Module):
+    """Blocks one after another."""
+
+    def __init__(self, blocks: nn.ModuleList):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return run_blocks(self.blocks, inputs)
+
+
+def _planned(size: tuple[int, int], count: int, dtype: torch.dtype) -> list[Row]:
+    """A step of so many blocks, ours and the reference's, by the plan of a training run."""
+    peak, gpu = gpu_peak_flops("A100", dtype), gpu_named("a100-40gb")
+    assert peak is not None
+    config = ParallelConfig(precision=_format(dtype))  # pyright: ignore[reportArgumentType]
+
+    def loss(model: nn.Module) -> Tensor:
+        m, z, *masks = (torch.empty(shape, dtype=dtype) for shape in shapes)
+        m, z = model((m.requires_grad_(), z.requires_grad_(), *masks))
+        return m.float().mean() + z.float().mean()
+
+    rows = []
+    for contender, change in ((OURS, lambda blocks: blocks), ("reference", as_written)):
+        meta = torch.device("meta")
+        shapes = [x.shape for x in inputs_of(*size, meta, dtype)]
+        stack = _Stack(change(blocks_of(count, meta, torch.float32)))
+        step = estimate_step(stack, loss, MeshConfig().resolve(1), config, Speed(peak, 1e9 * gpu.memory_gb_s))
+        case: dict[str, str | int] = {"contender": f"{contender}, {count} blocks planned, A100", "rows": size[0]}
+        case |= {"residues": size[1], "work": "forward and backward", "format": _format(dtype)}
+        numbers = {
+            "block": Number(1e3 * step.compute_s / count, "ms"),
+            "FLOPs of a block": Number(step.flops / count / 1e9, "GFLOP"),
+            "kept by a block": Number(step.activations_bytes / count / 1e6, "MB"),
+            "fullest moment": Number(step.peak_bytes / 1e9, "GB"),
+        }
+        rows.append(Row(case, numbers))
+    return rows
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -348,15 +428,17 @@ def _in_slices(
     name: str, blocks: nn.ModuleList, inputs: Inputs, expected: tuple[Tensor, Tensor], repeats: int
 ) -> dict[tuple[str, str], float]:
     """Bytes and seconds of blocks that write over their inputs."""
-    m, z, *masks = inputs
-
-    def run() -> tuple[Tensor, Tensor]:
-        with torch.inference_mode():
-            return run_blocks(blocks, (m.clone(), z.clone(), *masks))
-
+    m, run = inputs[0], partial(in_place, blocks, inputs)
     require_equal(name, run(), expected, m.dtype)
     taken = seconds(run, m.device, repeats) / len(blocks)
     return {(name, PEAK): peak_bytes(blocks, inputs), (name, "forward"): taken}
+
+
+def in_place(blocks: nn.ModuleList, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """m and z of blocks that write over copies of them."""
+    m, z, *masks = inputs
+    with torch.inference_mode():
+        return run_blocks(blocks, (m.clone(), z.clone(), *masks))
 
 
 def slice_blocks(blocks: nn.ModuleList, choices: Mapping[str, How]) -> None:
@@ -374,15 +456,22 @@ def require_equal(name: str, got: tuple[Tensor, Tensor], expected: tuple[Tensor,
 
 
 def openfold(
-    python: Path, count: int, inputs: Inputs, expected: tuple[Tensor, Tensor], repeats: int
+    python: Path,
+    count: int,
+    inputs: Inputs,
+    expected: tuple[Tensor, Tensor],
+    repeats: int,
+    works: Collection[str] = tuple(WORK),
+    chunk: int | None = None,
 ) -> dict[str, float]:
-    """work -> seconds of all blocks, in OpenFold's process."""
+    """work -> seconds of all blocks, and bytes of their peak on a CPU, in OpenFold's process; chunk: its chunk_size."""
     device, dtype = inputs[0].device, inputs[0].dtype
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder) / "task.pt"
         state = openfold_state(blocks_of(count, torch.device("cpu"), torch.float32))
         cpu = [x.detach().cpu() for x in inputs]
-        torch.save({"state": state, "inputs": cpu, "outputs": None}, task)
+        given = {"chunk": chunk, "works": list(works)}
+        torch.save({"state": state, "inputs": cpu, "outputs": None, **given}, task)
         arguments = [str(task), str(count), str(device), _format(dtype), str(repeats), str(torch.get_num_threads())]
         done = subprocess.run(
             [str(python), "-m", "benchmarks.evoformer_peer", *arguments],
@@ -449,11 +538,11 @@ def _targets(times: dict, device: torch.device) -> tuple[Target, ...]:
         for work, wanted_ms in (("forward", 2.5), ("forward and backward", 8.0)):
             taken = 1e3 * times[OURS, work, large, bf16]
             found.append(Target(f"{wanted_ms:g} ms / ours, {work}, 128 x 256, bf16", 1.0, wanted_ms / taken))
-        work = "forward and backward"
-        for contender in ("reference", OPENFOLD):
-            if (contender, work, large, bf16) in times:
-                ahead = times[contender, work, large, bf16] / times[OURS, work, large, bf16]
-                found.append(Target(f"{contender} / ours, {work}, 128 x 256, bf16", 1.0, ahead))
+    work = "forward and backward"
+    for contender in ("reference", OPENFOLD):
+        if (contender, work, large, bf16) in times:
+            ahead = times[contender, work, large, bf16] / times[OURS, work, large, bf16]
+            found.append(Target(f"{contender} / ours, {work}, 128 x 256, bf16", 1.0, ahead))
     return tuple(found)
 
 
@@ -464,7 +553,7 @@ MEASURES = (
     "benchmarks/evoformer_peer.py",
     "benchmarks/evoformer.py",
 )
-BENCHMARK = Benchmark("evoformer", "The Evoformer block", measure, MEASURES)
+BENCHMARK = Benchmark("evoformer", "The Evoformer block", measure, MEASURES, takes=("--part",), resumes=True)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="evoformer"), sys.argv[1:]))

@@ -4,7 +4,8 @@
 project but its account of memory, which needs torch alone): loads the weights and inputs of the task, writes its
 outputs into it, times, and prints {work: seconds}, the least of REPEATS after one that is not counted; on a CPU also
 "peak", the most bytes of tensors alive at once in a forward without gradients. Attention as OpenFold has it by default,
-without its compiled extension.
+without its compiled extension; the task says which works are timed, and in chunks of how many rows blocks go ("chunk",
+OpenFold's chunk_size; None: whole).
 
 A checkout on the PYTHONPATH will do, beside torch, numpy and scipy: of OpenFold only the block's modules are imported.
 """
@@ -53,26 +54,28 @@ def blocks_of(count: int) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(EvoformerBlock(**WIDTHS) for _ in range(count))})
 
 
-def run(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    model: torch.nn.ModuleDict, inputs: list[torch.Tensor], chunk: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     m, z, *masks = inputs
     for block in model["blocks"]:
         # Without gradients in place, its fastest way; transitions unmasked, as the released weights were trained.
-        m, z = block(m, z, *masks, inplace_safe=not torch.is_grad_enabled(), _mask_trans=False)
+        m, z = block(m, z, *masks, chunk_size=chunk, inplace_safe=not torch.is_grad_enabled(), _mask_trans=False)
     return m, z
 
 
-def forward(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> None:
+def forward(model: torch.nn.ModuleDict, inputs: list[torch.Tensor], chunk: int | None) -> None:
     with torch.no_grad():
-        run(model, [inputs[0].clone(), inputs[1].clone(), *inputs[2:]])
+        run(model, [inputs[0].clone(), inputs[1].clone(), *inputs[2:]], chunk)
 
 
-def forward_backward(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> None:
-    m, z = run(model, [inputs[0].clone().requires_grad_(), inputs[1].clone().requires_grad_(), *inputs[2:]])
+def forward_backward(model: torch.nn.ModuleDict, inputs: list[torch.Tensor], chunk: int | None) -> None:
+    m, z = run(model, [inputs[0].clone().requires_grad_(), inputs[1].clone().requires_grad_(), *inputs[2:]], chunk)
     (m.float().mean() + z.float().mean()).backward()
     model.zero_grad()
 
 
-def peak_bytes(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> int:
+def peak_bytes(model: torch.nn.ModuleDict, inputs: list[torch.Tensor], chunk: int | None) -> int:
     """Weights and inputs among them; its own inputs are overwritten."""
     path = Path(__file__).parents[1] / "core" / "trace" / "account.py"
     spec = importlib.util.spec_from_file_location("memory", path)
@@ -84,7 +87,7 @@ def peak_bytes(model: torch.nn.ModuleDict, inputs: list[torch.Tensor]) -> int:
     given = [inputs[0].clone(), inputs[1].clone(), *inputs[2:]]
     with torch.no_grad(), memory.MemoryAccount() as account:
         account.add([*model.parameters(), *given])
-        run(model, given)
+        run(model, given, chunk)
     return account.peak_bytes
 
 
@@ -106,17 +109,20 @@ def main(argv: list[str]) -> None:
     model.load_state_dict(task["state"])
     model = model.to(dtype).eval()
     inputs = [x.to(device, dtype) for x in task["inputs"]]
+    chunk = task["chunk"]
     with torch.no_grad():
-        outputs = run(model, [inputs[0].clone(), inputs[1].clone(), *inputs[2:]])
+        outputs = run(model, [inputs[0].clone(), inputs[1].clone(), *inputs[2:]], chunk)
     torch.save(task | {"outputs": [x.cpu() for x in outputs]}, path)
     found: dict[str, float] = {}
     if device.type == "cpu":
-        found["peak"] = peak_bytes(model, inputs)
+        found["peak"] = peak_bytes(model, inputs, chunk)
     for name, work in (("forward", forward), ("forward and backward", forward_backward)):
+        if name not in task["works"]:
+            continue
         taken = []
         for _ in range(repeats + 1):
             began = time.perf_counter()
-            work(model, inputs)
+            work(model, inputs, chunk)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             taken.append(time.perf_counter() - began)

@@ -9,13 +9,24 @@ card is too small the plan is that of the least, which the refusal names.
 
 `measured`: predictions that are run. On a GPU the released model, one recycling iteration, by CUDA's allocator; on a
 CPU one block of each stack on few rows, by the tensors that operators allocate. Random weights and features.
+
+`block`: seconds of an Evoformer block without gradients beside OpenFold's, of the same weights and in the same run, by
+--peers-python (benchmarks/evoformer_peer.py); ours in the fastest plan's slices and in those of the least, OpenFold's
+whole and in its chunks of 4 rows, which it goes in by default. On a CPU 32 rows. Beside them stands what was published:
+FastFold's claim, and what a user measured of one protein on an A100 (`PRINTED_S`).
+
+`--part blocks` measures a part alone and keeps it for the run that does the rest; `--part ?` names the parts.
 """
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from apps.fold.model.config import ModelConfig, preset
 from apps.fold.model.features import Features
@@ -26,10 +37,23 @@ from apps.fold.subbatch.execute import offload_pairs
 from apps.fold.subbatch.planner import meta_features, planned, stand_in, weights_bytes
 from apps.fold.subbatch.reading import read_pairs
 from apps.fold.subbatch.slices import every
+from benchmarks.evoformer import (
+    OPENFOLD,
+    PEAK,
+    blocks_of,
+    in_place,
+    inputs_of,
+    openfold,
+    peak_bytes,
+    require_equal,
+    seconds,
+    slice_blocks,
+)
 from benchmarks.result import Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
 from core.kernels.operator import forced
+from core.runtime import keep_freed_memory
 from core.trace.account import MemoryAccount
 
 MODEL = "model_5_ptm"
@@ -44,43 +68,82 @@ SWEPT = tuple((r, s, gb) for r in (1000, 2000, 4000) for s in (128, 512) for gb 
 LONG = tuple((r, s, gb) for r in (8000, 12_000) for s in (128, 512) for gb in (16, 40, 80))
 """swept with --full: a small card cuts them into so many slices that one takes up to an hour"""
 UNBOUNDED = 10**15
+PLANNING = "planning"
 ON_CPU = (256, 512)
 ON_GPU = (1000, 2000, 4000, 6000, 8000, 10_000)
+BLOCKS_ON_CPU, BLOCKS_ON_GPU = (256, 384), (1000, 2000)
+CHUNK = 4
+"""OpenFold's chunk_size of its configuration"""
+CLAIMED = (7.5, 9.5)
+"""times as fast as AlphaFold and OpenFold, at long sequences (Cheng et al. 2022, FastFold)"""
+PRINTED_S = {"FastFold": 262.0, "OpenFold": 125.0}
+"""Seconds of CASP's T1050 on an A100 (hpcaitech/FastFold, a user's issue)."""
+T1050 = 779
 
 
 def job_of(residues: int, rows: int = ROWS) -> FoldJob:
     return FoldJob(preset(MODEL), residues, rows, EXTRA, dtype=torch.bfloat16, device="cuda")
 
 
-def measure(options: Options) -> Measured:
+def measure(options: Options) -> Measured | None:
+    parts = _parts(options)
+    if options.part not in ("", *parts):
+        raise UserError(f"--part {options.part}: long_sequence has the parts {', '.join(parts)}")
+    rows: list[Row] = []
+    for part, rows_of in parts.items():
+        if options.part not in ("", part):
+            continue
+        found = [row for row in options.earlier if row.case["part"] == part]
+        if not found:
+            found = [replace(row, case={"part": part, **row.case}) for row in rows_of()]
+            for row in found:
+                options.kept(row)
+        rows += found
+    if options.part:
+        return None
+    return Measured(tuple(rows), () if options.quick else _targets(rows), _notes(options))
+
+
+def _parts(options: Options) -> dict[str, Callable[[], list[Row]]]:
+    """What is measured, in parts that each take some minutes at most."""
+    points = ((300, 128, 16),) if options.quick else (*SWEPT, *LONG) if options.full else SWEPT
+    swept = {f"swept-{n}": [point for point in points if point[0] == n] for n in dict.fromkeys(r for r, *_ in points)}
+    halved, shared = ((256,), ((300, 2),)) if options.quick else (HALVED, SHARED)
+    return {
+        "counted": partial(_counted, options),
+        "halved": lambda: [_halved(residues) for residues in halved],
+        "shared": lambda: [_shared(*case) for case in shared],
+        **{name: partial(_all_swept, of_length) for name, of_length in swept.items()},
+        "measured": partial(_run, options),
+        "blocks": partial(_blocks, options),
+    }
+
+
+def _counted(options: Options) -> list[Row]:
     lengths = (256,) if options.quick else LENGTHS
     budgets = (16,) if options.quick else BUDGETS_GB
-    rows, slowest = [], 0.0
+    rows = []
     for residues in lengths:
         job, pairs = job_of(residues), 256 * residues**2
         begin = time.process_time()
         least = least_bytes(job)
-        rows.append(_row(residues, "the least", plan_subbatches(job, least), pairs))
-        slowest = max(slowest, time.process_time() - begin)
+        plan = plan_subbatches(job, least)
+        rows.append(_row(residues, "the least", plan, pairs, time.process_time() - begin))
         for budget in budgets:
             begin = time.process_time()
             try:
                 plan = plan_subbatches(job, int(budget * 1e9))
             except UserError:
                 continue  # the least says what it takes
-            slowest = max(slowest, time.process_time() - begin)
-            rows.append(_row(residues, f"{budget} GB", plan, pairs))
-    fit = [_longest(budget) for budget in budgets]
-    halved = [_halved(residues) for residues in ((256,) if options.quick else HALVED)]
-    slower = max(row.numbers["slower"].value for row in halved)
-    points = ((300, 128, 16),) if options.quick else (*SWEPT, *LONG) if options.full else SWEPT
-    swept = [_swept(*point) for point in points]
-    shared = [_shared(*case) for case in (((300, 2),) if options.quick else SHARED)]
-    targets = () if options.quick else _targets(slowest, slower, swept)
-    return Measured((*rows, *fit, *halved, *shared, *swept, *_run(options)), targets, _notes())
+            rows.append(_row(residues, f"{budget} GB", plan, pairs, time.process_time() - begin))
+    return [*rows, *(_longest(budget) for budget in budgets)]
 
 
-def _row(residues: int, budget: str, plan: Plan, pairs: int) -> Row:
+def _all_swept(points: list[tuple[int, int, int]]) -> list[Row]:
+    return [_swept(*point) for point in points]
+
+
+def _row(residues: int, budget: str, plan: Plan, pairs: int, planning_s: float) -> Row:
     product = plan.choices[PRODUCT]
     case: dict[str, str | int] = {
         "residues": residues,
@@ -93,6 +156,7 @@ def _row(residues: int, budget: str, plan: Plan, pairs: int) -> Row:
         "peak": Number(plan.peak_bytes / 1e9, "GB"),
         "of one z": Number(plan.peak_bytes / pairs, "z"),
         "predicted": Number(plan.seconds, "s"),
+        PLANNING: Number(planning_s, "s"),
     }
     return Row(case, numbers)
 
@@ -261,11 +325,77 @@ def _features(job: FoldJob) -> Features:
     return replace(features, residue_index_BN=index, **masks)
 
 
+# --- beside OpenFold --------------------------------------------------------------------------------------------------
+
+
+def _blocks(options: Options) -> list[Row]:
+    """Seconds of a block of ours and of OpenFold's, and what was published."""
+    printed: list[Row] = []
+    for contender, seconds_of_it in PRINTED_S.items():
+        case = _case("printed", T1050, contender, "T1050, an A100")
+        printed.append(Row(case, {"prediction": Number(seconds_of_it, "s")}))
+    claimed = {name: Number(times, "x") for name, times in zip(("over OpenFold", "at most"), CLAIMED)}
+    printed.append(Row(_case("printed", "long", "FastFold", "A100"), claimed))
+    on_gpu = torch.cuda.is_available()
+    if options.quick:
+        lengths: tuple[int, ...] = (24,)
+    elif on_gpu:
+        lengths = BLOCKS_ON_GPU
+    else:
+        keep_freed_memory()  # as `fold predict` does, and OpenFold's process here
+        lengths = (*BLOCKS_ON_CPU, 768) if options.full else BLOCKS_ON_CPU
+    return [row for residues in lengths for row in _beside(residues, on_gpu, options.peers_python)] + printed
+
+
+def _beside(residues: int, on_gpu: bool, python: Path | None) -> list[Row]:
+    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    inputs = inputs_of(ROWS if on_gpu else 32, residues, device, dtype)
+    job = FoldJob(preset(MODEL), residues, inputs[0].shape[1], 1, dtype=dtype, device="cuda" if on_gpu else "cpu")
+    found: dict[str, dict[str, float]] = {}
+    expected: tuple[Tensor, Tensor] | None = None
+    for name, budget in (("ours, the fastest plan", UNBOUNDED), ("ours, the least", least_bytes(job))):
+        blocks = blocks_of(1, device, dtype)
+        slice_blocks(blocks, plan_subbatches(job, budget).choices)
+        got = in_place(blocks, inputs)
+        expected = got if expected is None else expected
+        require_equal(name, got, expected, dtype)
+        found[name] = {"block": seconds(partial(in_place, blocks, inputs), device, 1)}
+        if not on_gpu:
+            found[name][PEAK] = peak_bytes(blocks, inputs)
+    assert expected is not None
+    for chunk in (None, CHUNK):
+        if python is None:
+            break
+        name = OPENFOLD if chunk is None else f"{OPENFOLD}, chunks of {chunk}"
+        taken = openfold(python, 1, inputs, expected, 1, ("forward",), chunk)
+        found[name] = {"block": taken["forward"]} | {key: taken[key] for key in (PEAK,) if key in taken}
+    return [_block_row(residues, name, numbers, found, on_gpu) for name, numbers in found.items()]
+
+
+def _block_row(
+    residues: int, name: str, taken: dict[str, float], all_of_them: dict[str, dict[str, float]], on_gpu: bool
+) -> Row:
+    numbers = {"block": Number(taken["block"], "s")}
+    if PEAK in taken:
+        numbers[PEAK] = Number(taken[PEAK] / 1e6, "MB")
+    for theirs in all_of_them if name.startswith("ours") else ():
+        if theirs.startswith(OPENFOLD):
+            numbers[f"over {theirs}"] = Number(all_of_them[theirs]["block"] / taken["block"], "x")
+    return Row(_case("block", residues, name, "a GPU, bf16" if on_gpu else "a CPU, fp32"), numbers)
+
+
+def _case(how: str, residues: int | str, contender: str, device: str) -> dict[str, str | int]:
+    return {"residues": residues, "how": how, "contender": contender, "device": device}
+
+
 # --- what is aimed at -------------------------------------------------------------------------------------------------
 
 
-def _targets(slowest: float, slower: float, swept: list[Row]) -> tuple[Target, ...]:
+def _targets(rows: list[Row]) -> tuple[Target, ...]:
     """Each as wanted bytes (or seconds) over reached ones, so that 1 or more is met."""
+    slowest = max(row.numbers[PLANNING].value for row in rows if PLANNING in row.numbers)
+    slower = max(row.numbers["slower"].value for row in rows if "slower" in row.numbers)
+    swept = [row for row in rows if row.case["how"] == "swept"]
     z, job = 256 * 4000**2, job_of(4000)
     beside = plan_subbatches(job, 10**12).beside[PRODUCT]
     fast, least = plan_subbatches(job, beside + int(1.1 * z)), plan_subbatches(job, least_bytes(job))
@@ -292,8 +422,10 @@ def _block(plan: Plan, z: int) -> int:
     return z + max(plan.peaks[n] - plan.beside[n] for n in plan.choices if n.startswith("blocks."))
 
 
-def _notes() -> tuple[str, ...]:
+def _notes(options: Options) -> tuple[str, ...]:
+    without = "OpenFold is left out: --peers-python names an interpreter that finds it."
     return (
+        *(() if options.peers_python is not None else (without,)),
         f"{MODEL}, {ROWS} + {EXTRA} rows, no templates, bf16, kernels as on a GPU; z = 256 bytes x residues^2.",
         "A block's peak leaves out the MSA (0.26 z at 4,000 residues), weights and features; the model's peak has all.",
         "Logical bytes: without an allocator's fragmentation and what CUDA's context takes (0.5 to 1 GB).",
@@ -307,9 +439,13 @@ MEASURES = (
     "apps/fold/subbatch",
     "apps/fold/shares.py",
     "core/kernels",
+    "benchmarks/evoformer.py",
+    "benchmarks/evoformer_peer.py",
     "benchmarks/long_sequence.py",
 )
-BENCHMARK = Benchmark("long_sequence", "Long sequences: memory under a budget", measure, MEASURES)
+BENCHMARK = Benchmark(
+    "long_sequence", "Long sequences: memory under a budget", measure, MEASURES, takes=("--part",), resumes=True
+)
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda argv: main(argv, only="long_sequence"), sys.argv[1:]))

@@ -120,7 +120,7 @@ def main(argv: list[str], only: str | None = None) -> int:
         "--no-compile", action="store_true", help="leave torch.compile out, which takes most of the time"
     )
     parser.add_argument(
-        "--part", default="", help="of slow_links: losses or times, kept for the run that does the rest"
+        "--part", default="", help="of a benchmark that is measured part by part; kept for the run that does the rest"
     )
     if only is None:
         parser.add_argument("--stale", action="store_true", help="list the results that are not of the code as it is")

@@ -646,6 +646,18 @@ def test_train_with_templates_and_fold_with_them(tmp_path: Path, capsys) -> None
     assert np.abs(plddt[0] - plddt[1]).max() > 1e-3, "the template was not read"
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", ["debug", "debug_complexes"])
+def test_ranks_that_share_a_chain_are_launched(tmp_path: Path, capsys, recipe: str) -> None:
+    """`fold train --axial 2 --nproc 2` has the losses of two ranks with a chain each."""
+    options = ("train", "--recipe", recipe, "--precision", "fp64", "--log.no-tensorboard", "--steps", 3, "--nproc", 2)
+    for axial in (1, 2):
+        given = ("--axial", axial, "--data.cache", tmp_path / "cache", "--out", tmp_path / str(axial))
+        code, _, err = fold(capsys, *options, *given)
+        assert code == 0, err
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-10)
+
+
 def test_train_on_what_predict_wrote(tmp_path: Path, capsys) -> None:
     """By pLDDT, and by the distances that --distogram leaves; a folder that lacks these is refused in a line."""
     (tmp_path / "in.fasta").write_text(">mine\nTTCCPSIVARSNFNVCRLPG\n")
