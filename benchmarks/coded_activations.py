@@ -34,8 +34,8 @@ WITHIN = 1.01
 class Study:
     """every: steps between evaluations"""
 
-    steps: int = 300
-    every: int = 30
+    steps: int = 200
+    every: int = 20
     seeds: tuple[int, ...] = (0, 1, 2)
 
 

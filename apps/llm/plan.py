@@ -16,6 +16,8 @@ from apps.llm.any_model import AnyModel
 from apps.llm.check import check_run, show_check
 from apps.llm.config import PretrainConfig, check_combination, resolved_mesh, run_shape
 from apps.llm.foreign import ForeignModel
+from apps.llm.links import compared as compared_forms
+from apps.llm.links import is_compared, num_steps
 from apps.llm.measure import measure_machine
 from apps.llm.model import UnknownModel, find_model
 from apps.llm.plan_config import LLMPlanConfig, is_traced
@@ -128,7 +130,7 @@ def main(argv: list[str]) -> int:
     elif foreign is not None:
         _show_traced(config, foreign, console)
     else:
-        _show(config, console)
+        _show(config, given, console)
     if ignored := sorted(given & without_effect(config, foreign)):
         console.print(f"the plan is the same without {', '.join(map(option, ignored))}")
     return 0 if checked is None else show_check(checked, check_combination(config), console)
@@ -166,10 +168,13 @@ def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -
     found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
     if foreign is None and not is_traced(config):
         found.add("memory_gb_s")
+    if foreign is None and config.machine is not None and is_compared(config, set()):  # by a run's mean step
+        found -= {"comm.start"} if config.comm.compress is not None else set()
+        found -= {"local.start"} if config.local.every else set()
     return found - set(WITH_A_BUDGET if is_traced(config) else ())
 
 
-def _show(config: LLMPlanConfig, console: Console) -> None:
+def _show(config: LLMPlanConfig, given: set[str], console: Console) -> None:
     run = run_shape(config)
     model = decoder_shape(config.model)
     memory = estimate_memory(model, run)
@@ -187,6 +192,10 @@ def _show(config: LLMPlanConfig, console: Console) -> None:
         console.print(outer_in_words(model, run))
     if run.pp > 1:
         console.print("\n".join(compared(config, model, run, machine)))
+    if machine is not None and is_compared(config, given):
+        table, lines = compared_forms(config, model, machine)
+        console.print(table)
+        console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
     if config.timeline is not None:
         console.print(draw_step(config, model, run, machine, config.timeline))
     if config.memory is not None:
@@ -250,18 +259,13 @@ def _show_time(config: LLMPlanConfig, time_of: Callable[[int | None], TimeEstima
     console.print(
         f"a step of {time.tokens:,} tokens: {time.step_s:.3g} s at {config.utilisation:.0%} of the peak "
         f"({time.compute_s:.3g} s computing, {time.communication_s:.3g} s communicating), "
-        f"{time.tokens_per_s:,.0f} tokens/s, {_num_steps(config):,} steps in {time_in_words(whole_s)}"
+        f"{time.tokens_per_s:,.0f} tokens/s, {num_steps(config):,} steps in {time_in_words(whole_s)}"
     )
-
-
-def _num_steps(config: PretrainConfig) -> int:
-    """Steps until the run ends, or is told to stop."""
-    return min(config.steps, config.stop_after or config.steps)
 
 
 def _stages(config: PretrainConfig) -> Iterator[tuple[int, int]]:
     """(steps, rows of the global batch) of each stage of a batch that grows."""
-    stages, end = config.data.batch_size.stages, _num_steps(config)
+    stages, end = config.data.batch_size.stages, num_steps(config)
     for (first, rows), last in zip(stages, [*(first for first, _ in stages[1:]), end], strict=True):
         if (count := min(last, end) - first) > 0:
             yield count, rows
@@ -298,7 +302,7 @@ def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console
             count * (found.plan.step_s + (num_microbatches(rows) - 1) * each) for count, rows in _stages(config)
         )
         console.print(
-            f"{_num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
+            f"{num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
             f"{time_in_words(whole)}, messages between ranks left out"
         )
     if (line := config.fits(found.device_bytes, "try --gemini.budget {memory}")) is not None:

@@ -140,8 +140,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
     *("gemini.policy", "gemini.host", "gemini.disk", "gemini.durable_every"),
-    *("comm.compress", "comm.weights", "comm.gradients", "comm.secondary", "comm.activations"),
-    *("local.every", "elastic.store"),
+    "elastic.store",
 )
 """Options of a plan that a search does not take."""
 

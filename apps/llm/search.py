@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from apps.llm.check import as_json, check_run, show_check
-from apps.llm.config import FINETUNE, PretrainConfig, check_combination
+from apps.llm.config import FINETUNE, PretrainConfig, check_combination, local_shape
+from apps.llm.links import own_penalty
 from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES
 from apps.llm.schedules import AS_GOOD, as_good, penalty
@@ -66,6 +67,11 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     cluster = asked_cluster(config, given)
     if config.schedules and "pipeline.schedule" in given:
         raise UserError("--schedules and --pipeline.schedule both say what is tried; give one of them")
+    if config.local.every and config.mesh.dp_replicate is None:
+        raise UserError(
+            f"local.every={config.local.every} with --gpus and no mesh.dp_replicate: that is the number of workers, on "
+            "which depends what is learned, so it is not searched; give --mesh.dp-replicate 2"
+        )
     job = job_of(config, {name: _value(config, name) for name in SEARCHED if name in given}, config.schedules)
     found = search(job, cluster)
     prices = asked_prices(config, cluster, given)
@@ -75,7 +81,8 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     checked = _checked(config, found, given, recipe) if config.check else None
     if config.json:
         said = _as_json(config, found, cluster, prices, commands) | {
-            "old_weights": old_weights(config, job, found, cluster)
+            "old_weights": old_weights(config, job, found, cluster),
+            "messages": messages(config, found),
         }
         if checked is not None:
             said |= {"checked": {"plan": checked[0], "counts": as_json(checked[2])}}
@@ -84,7 +91,7 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     console.print(_table(config, found, cluster, prices, recipe))
     console.print("\n".join(cluster.facts()))
     console.print(_shares(found.plans[0]))
-    for line in old_weights(config, job, found, cluster):
+    for line in (*old_weights(config, job, found, cluster), *messages(config, found)):
         console.print(line)
     for number, command in list(enumerate(commands, 1))[:MOST_SHOWN]:
         console.print(f"{number}: {command}", soft_wrap=True, markup=False, highlight=False)
@@ -143,7 +150,10 @@ def job_of(config: PretrainConfig, held: Mapping[str, Any], schedules: tuple[Sch
         held["gemini.budget"] = parse_bytes(held["gemini.budget"])
     batches = tuple(rows for _, rows in config.data.batch_size.stages)
     given = config.model, batches, config.data.sequence_length, config.precision, config.optim, held
-    return Job(*given, schedules, config.pipeline.correction)
+    rounds: dict[str, Any] = {}
+    if config.local.every:
+        rounds = {"local_every": config.local.every, **local_shape(config.local)}
+    return Job(*given, schedules, config.pipeline.correction, config.comm, rounds)
 
 
 def asked_cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
@@ -274,6 +284,13 @@ def _by_fresh_schedules(job: Job, run: RunShape, cluster: Cluster) -> Iterator[t
         fits = run.pp * pipeline.stages_per_rank <= job.model.num_layers
         if fits and estimate_memory(shape, other).peak_bytes <= cluster.memory_bytes:
             yield name, StepClock(shape, other, cluster).time().step_s
+
+
+def messages(config: PretrainConfig, found: Found) -> list[str]:
+    """A line: what the messages that are asked for are expected to cost; none of gradients that go whole."""
+    run = found.plans[0].run
+    line = own_penalty(config, run.num_workers if run.local_every else run.num_gradient_ranks)
+    return [] if line is None else [line]
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------

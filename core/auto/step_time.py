@@ -8,7 +8,9 @@
 4. A pipeline's stages are sums of these, run on a clock by the schedule's own actions with messages between stages; of
    a schedule whose steps overlap, a step among many.
 5. Gradients are reduced while the last microbatch's backward computes, all but the last bucket: max(backward,
-   reduction). Then the update goes through memory, and ZeRO-1 and 2 send the parameters.
+   reduction). Then the update goes through memory, and ZeRO-1 and 2 send the parameters. What is compressed is sent
+   behind the backward, where all of a step's gradient is there; what is sent in few bits at ZeRO 1 and 2, too. Workers
+   that train locally send a share of a round's message.
 6. With Gemini chunks live on the device, whole and with this rank's masters and state, as long as the budget has room;
    of all others a rank's part of the parameters comes from the host before the gather, twice a microbatch. Gradients
    are reduced in every microbatch and leave, and when the last are there the host updates its share (`core.gemini`).
@@ -20,13 +22,16 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from core.auto.costs import Link, seconds_of
+from core.auto.costs import Link, messages_sent, seconds_of
 from core.auto.machines import Cluster
 from core.config import UserError
+from core.estimate.local import outer_message
 from core.estimate.memory import estimate_memory
 from core.estimate.pipeline import Timeline, run_schedule, stage_costs, stages_of, step_on_a_clock, timeline_of
-from core.estimate.shape import BlockShape, ModelShape, Part, RunShape
+from core.estimate.shape import BlockShape, Compressed, ModelShape, Part, RunShape
+from core.estimate.time import coded_bytes
 from core.mesh import MeshShape, axis_size, mesh_shape
+from core.parallel.compress import FewBits
 from core.parallel.data import BUCKET_BYTES
 from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, simulate
 from core.precision import compute_dtype
@@ -79,7 +84,7 @@ class _Block:
     weights            of the backward, the gradients of weights
     again              computed again, of a block that is
     sent, sent_again   messages of each way, and of what is computed again
-    gathered           of its parameters, before each way
+    gathered           of its parameters, before the forward; gathered_again before the backward
     returned           of its gradients under Gemini, which go through the same stream as what is gathered
     """
 
@@ -91,6 +96,7 @@ class _Block:
     sent_back: float
     sent_again: float
     gathered: float
+    gathered_again: float
     returned: float
 
     def seconds(self, kind: Kind, recomputed: bool, cluster: Cluster, *, messages: bool = True) -> float:
@@ -102,8 +108,8 @@ class _Block:
         else:
             one = self.backward + again - (self.weights if kind is Kind.INPUT else 0.0)
             sent = self.sent_back + (self.sent_again if recomputed else 0.0)
-        returned = 0.0 if kind is Kind.FORWARD else self.returned
-        return cluster.beside(one + sent, self.gathered + returned) if messages else one
+        beside = self.gathered if kind is Kind.FORWARD else self.gathered_again + self.returned
+        return cluster.beside(one + sent, beside) if messages else one
 
 
 class StepClock:
@@ -190,17 +196,43 @@ class StepClock:
             sent_back=sent_back,
             sent_again=sent if full else 0.0,
             gathered=self._gathered(part),
+            gathered_again=self._gathered(part, again=True),
             returned=0.0 if self.budget_bytes is None else self._returned(part),
         )
 
-    def _gathered(self, part: Part) -> float:
-        """Seconds in which ZeRO-3 or Gemini brings a part together."""
-        if self.run.zero < 3:
+    def _gathered(self, part: Part, again: bool = False) -> float:
+        """Seconds in which ZeRO-3 or Gemini brings a part together.
+
+        again  not as the first of two updates, all of which a second copy spares other nodes
+        """
+        run = self.run
+        if run.zero < 3:
             return 0.0
-        dense, experts = self.run.width_bytes * (part.num_whole - part.experts), self.run.width_bytes * part.experts
         (of_dense, *_), (of_experts, *_) = self._forms
-        gathered = seconds_of("all_gather", dense, *of_dense) + seconds_of("all_gather", experts, *of_experts)
-        return gathered + self._brought * part.num_whole
+        found = self._brought * part.num_whole
+        for elements, (ranks, link) in ((part.num_whole - part.experts, of_dense), (part.experts, of_experts)):
+            crossing = seconds_of("all_gather", self._coded(elements, run.comm.weights, run.width_bytes), ranks, link)
+            if not run.comm.secondary:
+                found += crossing
+                continue
+            node = self._node(ranks)
+            within = seconds_of("all_gather", run.width_bytes * elements, node, self.cluster.link(self._stride, node))
+            found += within if again else (crossing + (run.num_microbatches - 1) * within) / run.num_microbatches
+        return found
+
+    def _coded(self, elements: int, bits: FewBits | None, width: int) -> float:
+        """Bytes of elements in a message of few bits, vectors as they are."""
+        return coded_bytes(elements, bits, width, self.model.vectors)
+
+    def _node(self, ranks: int) -> int:
+        """Ranks of a node, of those over which ZeRO shards something."""
+        return self.run.comm.node if ranks % self.run.comm.node == 0 else 1
+
+    @property
+    def _stride(self) -> int:
+        """How far apart the ranks are over which ZeRO shards."""
+        names = [name for name in ("dp_shard", "ep", "cp") if name in self.mesh.mesh_dim_names]
+        return math.prod(self.mesh.shape[max(map(self.mesh.mesh_dim_names.index, names)) + 1 :]) if names else 1
 
     @cached_property
     def _blocks(self) -> list[_Block]:
@@ -235,13 +267,14 @@ class StepClock:
         return found
 
     @cached_property
-    def _outside(self) -> tuple[float, float]:
-        """Seconds in which what is before the blocks, and what is behind them, is gathered."""
+    def _outside(self) -> tuple[float, float, float]:
+        """Seconds in which what is before the blocks is gathered, first and again, and what is behind them."""
         before, behind = (
-            sum(self._gathered(part) for part in self._parts if is_there(part.block))
+            [part for part in self._parts if is_there(part.block)]
             for is_there in (lambda block: block < 0, lambda block: block >= self.model.num_blocks)
         )
-        return before, behind
+        first, again = (sum(self._gathered(part, again) for part in before) for again in (False, True))
+        return first, again, sum(map(self._gathered, behind))
 
     def action_s(self, kind: Kind, stage: int, *, messages: bool = True) -> float:
         """Seconds of one action of a microbatch on a stage."""
@@ -249,7 +282,8 @@ class StepClock:
         alike = self._alike[stage]
         total = sum(n * block.seconds(kind, again, self.cluster, messages=messages) for block, again, n in alike)
         each = run.tokens / run.tp / self.flops
-        before, behind = self._outside if messages else (0.0, 0.0)
+        first, again, behind = self._outside if messages else (0.0, 0.0, 0.0)
+        before = first if kind is Kind.FORWARD else again
         if stage == 0:
             total += each * self.costs.before / 3 * {Kind.BACKWARD: 2, Kind.WEIGHTS: 2}.get(kind, 1) + before
         if stage == last and kind is Kind.FORWARD:
@@ -270,7 +304,7 @@ class StepClock:
     def message_s(self) -> float:
         """Seconds of what one stage hands on to another."""
         _, link = self.axis("pp")
-        num_bytes = self.run.tokens * self.model.dim * self.run.width_bytes / self.run.tp
+        num_bytes = self.run.tokens * self.run.row_bytes(self.model.dim) / self.run.tp
         return seconds_of("send", num_bytes, 2, link)
 
     # --- behind the microbatches --------------------------------------------------------------------------------------
@@ -278,9 +312,10 @@ class StepClock:
     @cached_property
     def _forms(self) -> tuple[tuple[tuple[int, Link], ...], ...]:
         """Of what is dense, and of experts: ranks and link of a shard, of its copies, of both together."""
-        copies = self.axis("dp_replicate")
-        dense = self.axis("dp_shard", "ep", "cp"), copies, self.axis("dp_replicate", "dp_shard", "ep", "cp")
-        return dense, (self.axis("dp_shard", "cp"), copies, self.axis("dp_replicate", "dp_shard", "cp"))
+        workers = () if self.run.local_every else ("dp_replicate",)  # those that train locally share no gradient
+        copies = self.axis(*workers)
+        dense = self.axis("dp_shard", "ep", "cp"), copies, self.axis(*workers, "dp_shard", "ep", "cp")
+        return dense, (self.axis("dp_shard", "cp"), copies, self.axis(*workers, "dp_shard", "cp"))
 
     def _reduced(self, rank: int) -> float:
         """Seconds of gradients' reductions of a rank of the pipeline, and of ZeRO's parameters, beyond its backward."""
@@ -288,26 +323,62 @@ class StepClock:
         if self.budget_bytes is not None:  # beside the backwards, but for what comes last
             outside = sum(self._returned(part) for part in self._parts if part.block < 0)
             return run.num_microbatches * max(outside, self._blocks[0].returned)
+        compressed = self.model.compressed(run)
         experts = sum(part.experts for part in self._own[rank])
         dense = sum(part.num_whole for part in self._own[rank]) - experts
-        reducing = publishing = 0.0
-        for elements, (shards, copies, all_ranks) in zip((dense, experts), self._forms, strict=True):
-            gradients = run.wide_bytes * elements
+        # Where some are compressed, experts are not dealt out.
+        wholes = (dense + experts - compressed.whole, 0) if compressed.whole else (dense, experts)
+        reducing, publishing = 0.0, self._seldom + self._compressed(compressed)
+        for elements, whole, (shards, copies, all_ranks) in zip((dense, experts), wholes, self._forms, strict=True):
+            gradients = run.wide_bytes * whole
             if run.zero == 0:
                 reducing += seconds_of("all_reduce", gradients, *all_ranks)
                 continue
-            reducing += seconds_of("reduce_scatter", gradients, *shards)
+            if run.comm.gradients is None:
+                reducing += seconds_of("reduce_scatter", gradients, *shards)
+            elif run.zero == 3:
+                reducing += self._coded_sum(whole, *shards)
+            else:
+                publishing += self._coded_sum(whole, *shards)
             reducing += seconds_of("all_reduce", gradients / shards[0], *copies)
             if run.zero < 3:
-                publishing += seconds_of("all_gather", run.width_bytes * elements, *shards)
+                sent = self._coded(elements, run.comm.weights, run.width_bytes)
+                publishing += seconds_of("all_gather", sent, *shards)
         backward = sum(self._backward(stage) for stage in self.stages.own(rank))
         last_bucket = min(1.0, BUCKET_BYTES / max(1, run.wide_bytes * (dense + experts)))
         # The gathers of the same backward have the link first.
-        gathered = sum(self._blocks[i].gathered for stage in self.stages.own(rank) for i in self.stages.ranges[stage])
+        own = (index for stage in self.stages.own(rank) for index in self.stages.ranges[stage])
+        gathered = sum(self._blocks[index].gathered_again for index in own)
         hides = max(0.0, backward - gathered)
         beyond = max(self.cluster.beside(hides, reducing) - hides, last_bucket * reducing)
         times = run.num_microbatches if run.reduce_each else 1
         return times * beyond + publishing
+
+    @property
+    def _seldom(self) -> float:
+        """Seconds of a step's share of a round's message between workers that train locally."""
+        if not self.run.local_every:
+            return 0.0
+        workers, link = self.axis("dp_replicate")
+        message = outer_message(self.model, self.run)
+        round_s = messages_sent("all_reduce", workers) * link.latency_s + message.a_round / link.bytes_per_s
+        return round_s / message.every
+
+    def _compressed(self, compressed: Compressed) -> float:
+        """Seconds of the gradients that are compressed, in about two messages there and back (PowerSGD, signs)."""
+        if not compressed.whole:
+            return 0.0
+        ranks, link = self._forms[0][-1]
+        return 2 * messages_sent("all_gather", ranks) * link.latency_s + compressed.wire_bytes / link.bytes_per_s
+
+    def _coded_sum(self, elements: int, ranks: int, link: Link) -> float:
+        """Seconds of gradients in few bits, all to all within a node and then between nodes."""
+        node = self._node(ranks)
+        sent = self._coded(elements, self.run.comm.gradients, self.run.wide_bytes)
+        inside, nodes = self.cluster.link(self._stride, node), ranks // node
+        # Of an all-to-all the full bytes are those that all ranks hold together.
+        within = seconds_of("all_to_all", node * sent, node, inside)
+        return within + seconds_of("all_to_all", nodes * sent / node, nodes, link)
 
     def _backward(self, stage: int) -> float:
         return sum(self._actions[kind, stage] for kind in self._kinds[1:])

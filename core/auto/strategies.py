@@ -5,7 +5,7 @@
 2. `runs` of a mesh: ZeRO, the schedule of the stages, rows of a microbatch, checkpointing, when gradients are reduced.
    What does not fit is dropped by `core.estimate.estimate_memory`. Where all that a microbatch can keep is too much,
    larger ones are not tried. gpipe is not: 1f1b takes as long and keeps less. 2bw, which learns from old weights, is
-   where a job names it.
+   where a job names it, and so are messages in few bits and workers that meet seldom: with those what they go with.
 3. Gemini's budgets, where a run of ZeRO-3 does not fit them.
 4. Of the rest a time that the step cannot be under (`StepClock.least_s`) is known by sums alone. In its order a plan is
    run on the clock unless one is there that is no slower than that and takes no more memory. Those that none beats in
@@ -25,9 +25,11 @@ from core.auto.step_time import StepClock, StepTime
 from core.config import UserError, in_words
 from core.estimate.memory import estimate_memory
 from core.estimate.shape import ModelShape, RunShape, decoder_shape
-from core.mesh import TpMode
+from core.mesh import TpMode, mesh_shape
 from core.models.decoder import DecoderConfig
 from core.optim.build import OptimConfig
+from core.parallel.coded_shards import check_nodes, check_shards
+from core.parallel.compress import IN_SIGNS, UNCOMPRESSED, CommConfig
 from core.parallel.context import check_length
 from core.parallel.correction import CorrectionName
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
@@ -63,6 +65,8 @@ class Job:
     held       options by their dotted names that are given: `mesh.tp`, `zero`, …
     schedules  of stages that are tried; empty: the one that is held, or those whose gradients are of the newest weights
     correction  of old weights, where a schedule has them
+    comm        messages of data parallelism, of every plan
+    rounds      of workers that train locally, the ranks of dp_replicate: fields of `RunShape`
     """
 
     model: DecoderConfig
@@ -73,6 +77,8 @@ class Job:
     held: Mapping[str, Any] = field(default_factory=dict)
     schedules: tuple[ScheduleName, ...] = ()
     correction: CorrectionName = "none"
+    comm: CommConfig = UNCOMPRESSED
+    rounds: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = tuple(dict.fromkeys((*(name for name, _ in SCHEDULED), *ALLOWED)))
@@ -202,6 +208,7 @@ def meshes(job: Job, cluster: Cluster) -> Iterator[RunShape]:
     """Runs of every mesh of the cluster's ranks in every format, with nothing else said."""
     shape, ranks, formats = decoder_shape(job.model), cluster.ranks, precisions(job, cluster)
     plain = RunShape(precision=formats[0], optimizer=job.optimizer, sequence_length=job.sequence_length)
+    plain = replace(plain, comm=job.comm, **job.rounds)
     # Pipelines outside, because runs of as many stages share their schedules.
     for pp in divisors(ranks):
         for tp in divisors(ranks // pp):
@@ -253,12 +260,29 @@ def _data_forms(job: Job, mesh: RunShape, cluster: Cluster) -> Iterator[RunShape
         copies = {data} if zero == 0 else {1}
         if zero == 3 and 1 < in_machine < data and data % in_machine == 0:
             copies.add(data // in_machine)
+        held = job.held.get("mesh.dp_replicate")
+        if zero and held is not None and data % held == 0:
+            copies.add(held)
         for replicate in sorted(copies):
             run = replace(mesh, zero=zero, dp_replicate=replicate, dp_shard=data // replicate)
             sizes = {"mesh.dp_replicate": run.dp_replicate, "mesh.dp_shard": run.dp_shard}
             divided = run.dp_replicate if zero == 0 else run.dp_shard
-            if divided % run.ep == 0 and all(job.allows(name, size) for name, size in sizes.items()):
+            allowed = divided % run.ep == 0 and all(job.allows(name, size) for name, size in sizes.items())
+            if allowed and _can_send(run):
                 yield run
+
+
+def _can_send(run: RunShape) -> bool:
+    """Whether a run on this mesh and level of ZeRO would start with its messages."""
+    comm = run.comm
+    try:
+        comm.check_mesh(run.pp, run.ep)
+        comm.check_activations(run.mesh)
+        check_shards(comm, run.zero)
+        check_nodes(comm, mesh_shape(run.mesh))
+    except UserError:
+        return False
+    return not (comm.compress in IN_SIGNS and run.zero == 3)
 
 
 def _why_not_searched(name: str) -> str:
@@ -270,6 +294,8 @@ def _why_not_searched(name: str) -> str:
 def _pipelines(job: Job, run: RunShape) -> Iterator[PipelineConfig]:
     for name, chunks in job.scheduled if run.pp > 1 else SCHEDULED[:1]:
         spec = SCHEDULES[name]
+        if run.pp > 1 and spec.runs_ahead and run.local_every:
+            continue
         pipeline = PipelineConfig(name, chunks=chunks, correction=job.correction if spec.runs_ahead else "none")
         fits = run.pp == 1 or run.pp * pipeline.stages_per_rank <= job.model.num_layers
         given = {"zero=2": run.zero == 2, "zero=3": run.zero == 3, "precision=fp16": run.precision == "fp16"}
@@ -285,7 +311,8 @@ def runs(job: Job, mesh: RunShape, cluster: Cluster) -> Iterator[list[RunShape]]
     rows = job.batch // mesh.num_data_ranks
     for of_data in _data_forms(job, mesh, cluster):
         for pipeline in _pipelines(job, of_data):
-            for each in (False, True) if of_data.zero >= 2 else (False,):
+            whole = job.comm.compress is None and job.comm.gradients is None  # else a step's are coded once
+            for each in (False, True) if of_data.zero >= 2 and whole else (False,):
                 for size in divisors(rows):
                     number = rows // size
                     if size > MOST_ROWS or not job.allows("microbatch", size) or (each and number == 1):
@@ -373,7 +400,8 @@ def _fitting(job: Job, shape: ModelShape, cluster: Cluster) -> Iterator[tuple[Ru
                 if found.phases["update"] > cluster.memory_bytes:  # whatever activations are kept
                     break
             too_much[way] = least > cluster.memory_bytes
-        if mesh.pp == mesh.cp == 1 and mesh.tp_mode == "1d" and job.allows("zero", 3):
+        plain = not job.comm.is_given and not job.rounds
+        if plain and mesh.pp == mesh.cp == 1 and mesh.tp_mode == "1d" and job.allows("zero", 3):
             yield from _with_gemini(job, shape, mesh, cluster, budgets)
 
 
@@ -426,6 +454,7 @@ def _unusual(run: RunShape) -> int:
 
 def _why_none(job: Job, cluster: Cluster, least_bytes: float) -> str:
     held = "".join(f" {name}={value}" for name, value in job.held.items() if value is not None)
+    held += f" {job.comm.given}" if job.comm.is_given else ""
     given = f"with{held} " if held else ""
     if math.isinf(least_bytes) and next(meshes(job, cluster), None) is not None:
         return (

@@ -268,9 +268,16 @@ class ModelShape:
 
     def compressed(self, run: RunShape) -> Compressed:
         """Of a run without a pipeline, which compresses nothing."""
+        if run.comm.compress is None:
+            return Compressed()
+        key = "compressed", run.mesh, run.zero, run.comm, run.num_gradient_ranks, run.wide_bytes
+        return self.once(key, lambda: self._compressed(run))
+
+    def _compressed(self, run: RunShape) -> Compressed:
+        assert run.comm.compress is not None
         found = Compressed()
         for weight in self.weights:
-            if run.comm.compress is not None and takes(weight.shape, run.comm):
+            if takes(weight.shape, run.comm):
                 row = self._row(weight, run)
                 whole, updated = (math.prod(layout.largest_shape()) for layout in (row.layout, row.master))
                 sent = wire_bytes(row.layout, run.comm, run.num_gradient_ranks, run.wide_bytes)

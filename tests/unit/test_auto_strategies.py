@@ -26,9 +26,10 @@ from core.auto.strategies import (
     runs,
     search,
 )
+from core.comm.block_code import BlockCode
 from core.compose import ParallelConfig
 from core.config import UserError
-from core.estimate import RunShape, decoder_shape, estimate_memory
+from core.estimate import RunShape, decoder_shape, estimate_memory, sent_bytes
 from core.estimate.residency import estimate_budget
 from core.gemini.config import GeminiConfig
 from core.mesh import MeshConfig
@@ -36,6 +37,7 @@ from core.models.decoder import Decoder, DecoderConfig
 from core.models.plan import decoder_plan
 from core.models.shapes import SHAPES
 from core.nn.routing import MoEConfig
+from core.parallel.compress import CommConfig
 from core.parallel.pipeline.schedule import Kind, PipelineConfig
 from core.parallel.recompute import RecomputeConfig
 from core.trace.machine import Speed
@@ -150,6 +152,7 @@ def test_memory_is_the_estimators(plans) -> None:
             assert plan.memory_bytes == plan.budget_bytes < estimate_memory(model, plan.run).peak_bytes
 
 
+CODED = CommConfig(weights="int8", gradients="int4", secondary=True, node=2)
 VARIED = [
     {},
     {"tp": 4, "pp": 2, "num_microbatches": 4},
@@ -161,6 +164,11 @@ VARIED = [
     {"pp": 8, "num_microbatches": 8, "pipeline": PipelineConfig("interleaved"), "recompute": "full"},
     {"pp": 4, "dp_replicate": 2, "num_microbatches": 6, "pipeline": PipelineConfig("zb-h1")},
     {"pp": 4, "tp": 2, "num_microbatches": 6, "pipeline": PipelineConfig("zbv")},
+    {"dp_replicate": 8, "comm": CommConfig("powersgd")},
+    {"dp_shard": 8, "zero": 1, "comm": CommConfig("zero_one", start=2)},
+    {"dp_shard": 8, "zero": 3, "comm": CODED, "num_microbatches": 2},
+    {"dp_replicate": 2, "dp_shard": 4, "zero": 2, "comm": CommConfig(weights="int8", gradients="int8")},
+    {"dp_replicate": 8, "local_every": 50, "local_code": BlockCode(2)},
 ]
 
 
@@ -170,7 +178,7 @@ def test_a_slower_link_makes_no_step_faster(options: dict[str, Any]) -> None:
     model = decoder_shape(replace(SMALL, num_layers=16))
     run, on = RunShape(precision="bf16", sequence_length=128, **options), cluster(8)
     on = replace(on, ranks_per_machine=4)
-    budget = 8_000_000 if run.zero == 3 and run.pp == 1 else None
+    budget = 8_000_000 if run.zero == 3 and run.pp == 1 and not run.comm.is_given else None
     usual, slower = step_time(model, run, on, budget).step_s, []
     for name in ("inside", "across", "to_host"):
         link = getattr(on, name)
@@ -192,6 +200,27 @@ def test_no_step_is_shorter_than_its_bound(options: dict[str, Any]) -> None:
         decoder_shape(replace(SMALL, num_layers=16)), RunShape(sequence_length=128, **options), cluster(8)
     )
     assert clock.least_s() <= clock.time().step_s * (1 + 1e-12)
+
+
+def test_what_sends_less_takes_less_of_a_slow_link() -> None:
+    """Beyond what is computed, about as the bytes of the plan's closed forms."""
+    model, on = decoder_shape(replace(SMALL, dim=256, ffn_dim=1024)), replace(cluster(8), ranks_per_machine=1)
+    on = replace(on, across=Link(0.0, 1e6))
+
+    def sending(**options: Any) -> tuple[float, float]:
+        run = RunShape(sequence_length=128, **options)
+        return step_time(model, run, on).step_s, sent_bytes(model, run)
+
+    for plain, forms in (
+        ({"dp_replicate": 8}, ({"comm": CommConfig("powersgd")}, {"local_every": 50, "local_code": BlockCode(2)})),
+        ({"dp_shard": 8, "zero": 3}, ({"comm": replace(CODED, node=1)}, {"comm": CommConfig(weights="int4")})),
+        ({"dp_shard": 8, "zero": 1}, ({"comm": CommConfig(gradients="int4")}, {"comm": CommConfig("top_k")})),
+    ):
+        seconds, sent = sending(**plain)
+        assert seconds == pytest.approx(sent / 1e6, rel=0.05)
+        for form in forms:
+            seconds, sent = sending(**plain | form)
+            assert seconds == pytest.approx(sent / 1e6, rel=0.1), form
 
 
 def test_more_compute_takes_longer_and_checkpointing_costs() -> None:

@@ -15,6 +15,8 @@ from core.models.decoder import Decoder, DecoderConfig
 from core.models.pretrained import save_pretrained
 
 WORDS = ["plan", "--model", "gpt2_124m", "--gpu", "a100-40gb", "--batch", "48"]
+DEBUG = ["--model", "debug", "--microbatch", "2", "--recompute.mode", "none", "--precision", "fp32"]
+FEW_BITS = ["--comm.weights", "int8", "--comm.gradients", "int4", "--comm.secondary", "--comm.node", "2"]
 STAGED = [*WORDS, "--gpus", "2", "--mesh.pp", "2"]
 SMALL = DecoderConfig(vocab_size=97, dim=32, num_layers=4, num_heads=4, ffn_dim=48, max_length=64)
 
@@ -51,6 +53,10 @@ def parsed(command: str, ranks: int, monkeypatch) -> PretrainConfig:
         (16, ["--recompute.mode", "none", "--mesh.tp", "4"]),
         (1, ["--gpu", "rtx-3080", "--precision", "fp16", "--optim.name", "adafactor"]),
         (4, ["--model", "debug_moe", "--memory", "8MiB", "--data.sequence-length", "64"]),
+        (4, [*DEBUG, "--comm.compress", "powersgd"]),
+        (4, [*DEBUG, "--zero", "3", *FEW_BITS]),
+        (4, [*DEBUG, "--comm.activations", "int8", "--mesh.pp", "2"]),
+        (4, [*DEBUG, "--local.every", "50", "--local.bits", "2", "--mesh.dp-replicate", "2"]),
     ],
 )
 def test_every_command_starts_a_run_of_its_plan(gpus, more, capsys, monkeypatch) -> None:
@@ -175,6 +181,14 @@ def test_what_is_as_good_as_2bw_is_said(capsys) -> None:
         ([*WORDS, "--gpus", "2", "--nproc", "2"], "--nproc with --gpus"),
         ([*WORDS, "--json"], "--json without a search; give --gpus"),
         ([*WORDS, "--data.global-batch", "3"], "mean the same"),
+        (
+            ["plan", *DEBUG, "--gpus", "2", "--gpu", "l4", "--batch", "8", "--local.every", "50"],
+            "local.every=50 with --gpus and no mesh.dp_replicate",
+        ),
+        (
+            [*STAGED, "--comm.compress", "powersgd"],
+            "comm.compress=powersgd with mesh.pp=2: stages that share a parameter add up its gradient",
+        ),
         ([*WORDS, "--recipe", "debug"], "beside --recipe"),
     ],
 )

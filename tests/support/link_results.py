@@ -1,0 +1,52 @@
+"""What the results slow_links and coded_activations say of steps and losses, where `llm plan` tells it.
+
+    python -m tests.support.link_results    prints whether apps/llm/links.py is no longer right, and writes it anew
+
+tests/unit/test_llm_links.py holds it to the results.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from benchmarks.result import RESULTS, ROOT, Row, read
+
+CODE = ROOT / "apps" / "llm" / "links.py"
+BEGIN, END = "    # measured: python -m tests.support.link_results\n", "    # end\n"
+SLOW_LINKS = "slow_links"
+KINDS = {"ZeRO++": "ZeRO++", "PowerSGD": "PowerSGD", "DiLoCo": "MuLoCo"}
+"""A form of the benchmark, which trains with Muon -> that of the plan."""
+SYNCHRONOUS = "all-reduce"
+
+
+def between() -> str:
+    """What stands between the marks."""
+    return CODE.read_text().split(BEGIN)[1].split(END)[0]
+
+
+def made() -> str:
+    """What is to stand there: nothing without a result."""
+    path = RESULTS / f"{SLOW_LINKS}.json"
+    return "".join(_lines(list(read(path).figures))) if path.exists() else ""
+
+
+def _lines(rows: list[Row]) -> Iterator[str]:
+    """A line for each form and number of workers: the steps to the loss that all reach, beside all-reduce's."""
+    steps = {
+        (str(row.case["form"]), int(row.case["workers"])): row.numbers["steps"].value
+        for row in rows
+        if row.case["from"] == "time to the loss"  # of which a link changes the seconds alone
+    }
+    for (form, workers), of_form in steps.items():
+        if form in KINDS:
+            share = of_form / steps[SYNCHRONOUS, workers] - 1
+            yield f'    ("{KINDS[form]}", {workers}): ("{SLOW_LINKS}", {share:.3f}),\n'
+
+
+def main() -> None:
+    if (old := between()) != (text := made()):
+        print(f"{CODE.relative_to(ROOT)} is new", file=sys.stderr)
+        CODE.write_text(CODE.read_text().replace(BEGIN + old + END, BEGIN + text + END))
+
+
+if __name__ == "__main__":
+    main()
