@@ -75,9 +75,9 @@ def turn_on_disk(ours: Training, early: bool, num_steps: int, found: Found) -> N
     disk = ours.gemini.parallel.disk
     assert disk is not None
     ours.early = early
-    before = disk.file.read_bytes, disk.file.written_bytes
+    before = disk.moved_bytes
     seconds = sum(ours.timed() for _ in range(num_steps)) + timed(ours.gemini.confirm)
-    moved = disk.file.read_bytes - before[0], disk.file.written_bytes - before[1]
+    moved = disk.moved_bytes[0] - before[0], disk.moved_bytes[1] - before[1]
     found.seconds.append(seconds / num_steps)
     found.moved.append((moved[0] / num_steps, moved[1] / num_steps))
 

@@ -41,7 +41,7 @@ from core.config import UserError, in_words
 from core.estimate import estimate_step
 from core.estimate.residency import estimate_gemini
 from core.gemini.chunk import Sharers
-from core.gemini.direct import with_drive
+from core.gemini.direct import drive_speeds, with_drives
 from core.gemini.planning import probe_bytes
 from core.gemini.tier import parse_bytes
 from core.mesh import MeshConfig
@@ -326,7 +326,9 @@ def under_budget(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace)
         model,
         step,
         budget_bytes,
-        with_drive(_bandwidth(config, ranks, probe_bytes(_bytes(model), budget_bytes)), config.gemini.disk),
+        with_drives(
+            _bandwidth(config, ranks, probe_bytes(_bytes(model), budget_bytes)), drive_speeds(config.gemini.folders)
+        ),
         config.optim,
         config.wide,
         shared_by=lambda name: Sharers(ranks=ranks, sends=config.nproc > 1),

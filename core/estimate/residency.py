@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from core.compat import own_part
 from core.compose import ParallelConfig, cut
 from core.gemini.chunk import ALONE, Member, Sharers, sharers
-from core.gemini.direct import with_drive
+from core.gemini.direct import drive_speeds, with_drives
 from core.gemini.planning import infos
 from core.gemini.residency import Policy, ResidencyPlan
 from core.gemini.search import choose_chunk_size, least_budget
@@ -127,7 +127,7 @@ def estimate_budget(
             model,
             step,
             parse_bytes(parallel.gemini.budget),
-            with_drive(described_bandwidth(speed, link_bytes_per_s, ranks), parallel.gemini.disk),
+            with_drives(described_bandwidth(speed, link_bytes_per_s, ranks), drive_speeds(parallel.gemini.folders)),
             optimizer or OptimConfig(),
             master_dtype(parallel.precision),
             shared_by=lambda name: sharers(built, table[name].layout.axes(), parallel.zero != 0),

@@ -24,7 +24,8 @@ disk       chunks that live on a drive below the host, and durable steps
     direct      reads and writes past the page cache, with checksums
     area        memory in which values are read ahead
     slots       what lies where in a chunk's two places on the drive
-    generation  the record of a durable step, and the folder with both
+    generation  the record of a durable step, and a folder with it
+    drives      the folders of a rank, each with a file for slots
     durable     what the training loop asks of them
 loop       Gemini in a loop of one's own: `wrap`
 """

@@ -27,7 +27,8 @@ class GeminiConfig:
     """host memory of a rank for what lives there, such as 16GiB; refused where that is more. None: no limit"""
 
     disk: Path | None = None
-    """folder on a drive for what the host does not hold; every step is then a checkpoint there"""
+    """folder on a drive for what the host does not hold, or several with commas between, each on a drive of its own:
+    A,B; every step is then a checkpoint there"""
 
     durable_every: int = 1
     """with a disk: steps from one that is durable to the next; a run that is killed loses at most so many"""
@@ -39,6 +40,8 @@ class GeminiConfig:
             raise UserError(f"{given} without a budget: nothing moves; give --gemini.budget, such as 10GiB")
         if self.host is not None:
             parse_bytes(self.host, "gemini.host")
+        if self.disk is not None and (not all(str(self.disk).split(",")) or len(set(self.folders)) < len(self.folders)):
+            raise UserError(f"gemini.disk={self.disk}: give each folder once, with commas between: A,B")
         if self.durable_every < 1:
             raise UserError(f"gemini.durable_every={self.durable_every}; give a number of steps, at least 1")
         if self.figure is not None and self.figure.suffix != ".png":
@@ -48,6 +51,11 @@ class GeminiConfig:
     def host_bytes(self) -> int | None:
         """The host's budget."""
         return None if self.host is None else parse_bytes(self.host, "gemini.host")
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Those of `disk`."""
+        return () if self.disk is None else tuple(Path(name) for name in str(self.disk).split(","))
 
     def _given_in_vain(self) -> str | None:
         """An option that says something of moves, with its value."""

@@ -226,12 +226,22 @@ def drive_speed(folder: Path) -> tuple[float, float]:
     return PROBE_BYTES / min(read), PROBE_BYTES / min(written)
 
 
-def with_drive(bandwidth: Bandwidth, folder: Path | None) -> Bandwidth:
-    """The bandwidth with that of the drive of a folder: measured where there is one, else that of a usual SSD."""
-    if folder is None:
-        return bandwidth
-    read, written = drive_speed(folder) if folder.is_dir() else DESCRIBED_DRIVE
-    return replace(bandwidth, disk_read=read, disk_write=written)
+def drive_speeds(folders: Sequence[Path]) -> list[tuple[float, float]]:
+    """Bytes a second that are read and written in each folder: measured where there is one, else those of a usual SSD.
+
+    Folders on one drive share what it does.
+    """
+    devices = [folder.stat().st_dev if folder.is_dir() else index for index, folder in enumerate(folders)]
+    found = [drive_speed(folder) if folder.is_dir() else DESCRIBED_DRIVE for folder in folders]
+    return [
+        (read / devices.count(device), written / devices.count(device))
+        for device, (read, written) in zip(devices, found, strict=True)
+    ]
+
+
+def with_drives(bandwidth: Bandwidth, speeds: Sequence[tuple[float, float]]) -> Bandwidth:
+    """The bandwidth with that of all drives together, where there are any."""
+    return replace(bandwidth, disk_read=sum(s[0] for s in speeds), disk_write=sum(s[1] for s in speeds))
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -21,8 +21,6 @@ where the next step's updates have not begun. Two records are kept, turn by turn
 step that another has not come to.
 """
 
-import mmap
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -34,12 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.config import UserError, in_words
+from core.config import UserError
 from core.files import Damaged
 from core.gemini.area import Area
 from core.gemini.chunk import Chunk
 from core.gemini.direct import LATER, NOW, SOON, DirectFile, Transfer
-from core.gemini.generation import Folder, Generation
+from core.gemini.drives import Drive, Folders
+from core.gemini.generation import Generation
 from core.gemini.residency import PLACES
 from core.gemini.search import Chunking
 from core.gemini.slots import Slots
@@ -67,7 +66,8 @@ class _Write:
 
 
 class Disk:
-    """folder     of this rank, which the process holds
+    """folders    of this rank, which the process holds
+    drives     of those, with a file of this process in each
     pinned     whether a GPU copies from the places by itself
     every      steps from one that is made durable to the next
     early      chunks whose update has begun before the step's end -> what says when it is over
@@ -75,10 +75,10 @@ class Disk:
     agree      returns when all ranks have made a step durable: only then may the slots of the one before it be written
     """
 
-    def __init__(self, folder: Folder, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
-        self.optimizer, self.pinned, self.folder, self.every = optimizer, pinned, folder, every
+    def __init__(self, folders: Folders, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
+        self.optimizer, self.pinned, self.folders, self.every = optimizer, pinned, folders, every
         self.agree: Callable[[], object] = lambda: None
-        self.file: DirectFile = self.folder.new_file()
+        self.drives: list[Drive] = folders.drives()
         self.slots: dict[Chunk, Slots] = {}
         self.away: set[Chunk] = set()
         self.touched: set[Chunk] = set()  # since the last generation
@@ -86,8 +86,7 @@ class Disk:
         self._cursor = 0
         self.copies_at_once = False  # of what lives in memory: the step is made durable, and so was the one before it
         self.updates = False  # values are being replaced: what is fetched next may be old still
-        self._pages: mmap.mmap
-        self._map: Tensor
+        self._drive: dict[str, Drive] = {drive.file.path.name: drive for drive in self.drives}
         self.housed: dict[Chunk, Tensor] = {}
         self._places: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -103,7 +102,6 @@ class Disk:
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="commits")
         self._committed: Future[None] | None = None  # over when the last step that was committed is durable
         self._lock = RLock()  # of places and of what is under way
-        self._end = 0
 
     @property
     def place_bytes(self) -> int:
@@ -113,33 +111,24 @@ class Disk:
     @property
     def storages(self) -> list[Tensor]:
         """Memory that is the disk's: places and the mapped file."""
-        return [*self._places, self._area.memory, *self.housed.values(), self._map]
+        return [*self._places, self._area.memory, *self.housed.values(), *(drive.bytes for drive in self.drives)]
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes read and written so far."""
+        files = [drive.file for drive in self.drives]
+        return sum(file.read_bytes for file in files), sum(file.written_bytes for file in files)
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
-    def reserve(self, num_bytes: int) -> None:
-        """Take all of the drive that slots will take.  Raises UserError where there is not so much."""
-        folder = self.folder.path.parent
-        try:
-            self.file.grow(0, num_bytes)
-        except OSError as error:
-            free = shutil.disk_usage(folder).free
-            raise UserError(
-                f"gemini.disk={folder}: {error.strerror}; two slots of every chunk take {in_words(num_bytes)}, and "
-                f"{in_words(free)} are free; give another folder"
-            ) from None
-        self._pages = self.file.map(0, num_bytes)
-        self._map = torch.frombuffer(self._pages, dtype=torch.uint8)
-
     @torch.no_grad()
-    def add(self, chunk: Chunk, away: bool) -> None:
+    def add(self, chunk: Chunk, away: bool, drive: Drive) -> None:
         """Give a chunk its slots, with its values and the state before the first step; `away`: it lives there."""
         if chunk.trainable:
             make_state(self.optimizer, [member.master for member in chunk.members])
         live = {m: self.optimizer.state.get(m.master, {}) for m in chunk.members} if chunk.trainable else {}
-        slots = self.slots[chunk] = Slots(chunk, live, self._end)
-        self._end += 2 * slots.num_bytes
-        assert self._end <= len(self._map), "a slot takes more than was planned"
+        slots = self.slots[chunk] = Slots(chunk, live)
+        slots.file, slots.base = drive.file.path.name, drive.take(2 * slots.num_bytes)
         self.touched.add(chunk)
         if away:
             place = host_empty(slots.num_bytes, torch.uint8, False, paged=True)
@@ -195,7 +184,7 @@ class Disk:
         """Let the chunk's tensors be views of the mapped file, of its latest slot."""
         slots = self.slots[chunk]
         begin = slots.offset(slots.latest)
-        slots.point(self._map[begin : begin + slots.num_bytes])
+        slots.point(self._drive[slots.file].bytes[begin : begin + slots.num_bytes])
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
@@ -224,7 +213,8 @@ class Disk:
         self._until_written(slots)
         place, begin, sums = self._place(), slots.offset(slots.latest), slots.checksums[slots.latest]
         wanted = [(k, region) for k, region in enumerate(slots.regions) if region in slots.updated]
-        return _Read(place, [self.file.read(begin + a, place[a:b], sums[k]) for k, (a, b) in wanted])
+        file = self._file(slots)
+        return _Read(place, [file.read(begin + a, place[a:b], sums[k]) for k, (a, b) in wanted])
 
     def _read_values(self, chunk: Chunk, urgency: int) -> _Read | None:
         """Begin to read what fills a chunk's buffer; None where there is no room for it."""
@@ -235,10 +225,14 @@ class Disk:
         if piece is None:
             return None
         of_region = sums[slots.regions.index(slots.fetched)]
-        return _Read(piece, [self.file.read(slots.offset(slots.latest) + begin, piece, of_region, urgency)])
+        return _Read(piece, [self._file(slots).read(slots.offset(slots.latest) + begin, piece, of_region, urgency)])
 
     def _write(self, slots: Slots, slot: int, memory: Tensor, urgency: int = SOON) -> list[Transfer]:
-        return [self.file.write(slots.offset(slot) + a, memory[a:b], urgency) for a, b in slots.regions]
+        file = self._file(slots)
+        return [file.write(slots.offset(slot) + a, memory[a:b], urgency) for a, b in slots.regions]
+
+    def _file(self, slots: Slots) -> DirectFile:
+        return self._drive[slots.file].file
 
     def _land(self, write: _Write) -> None:
         """Wait for a write.  Raises what went wrong there, whoever asks."""
@@ -467,8 +461,9 @@ class Disk:
     def _record(self, step: int, run: str, values: dict[str, Any], blob: bytes) -> None:
         """Wait until the slots of the step are on the drive, and tell of them: in another thread."""
         self.drain()
-        self.file.sync()
-        self.folder.record(Generation.of(step, run, self.file.path.name, self.slots.values(), values, blob))
+        for drive in self.drives:
+            drive.file.sync()
+        self.folders.record(Generation.of(step, run, self.slots.values(), values, blob))
         for slots in self.slots.values():
             slots.durable = slots.latest
         self.forget()
@@ -503,9 +498,9 @@ class Disk:
             self._writes.append(_Write(slots, slots.latest, place, transfers))
 
     def forget(self) -> None:
-        """Let the page cache have nothing of the file: somebody may have looked at what lies there."""
-        self._pages.madvise(mmap.MADV_DONTNEED)
-        self.file.forget()
+        """Let the page cache have nothing of the files: somebody may have looked at what lies there."""
+        for drive in self.drives:
+            drive.forget()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -528,12 +523,12 @@ class Disk:
 
     def _seal(self) -> None:
         """What was written through the mapped file is on the disk, and has checksums."""
-        self.file.sync_maps()
+        self._sync_maps()
         for chunk in self.away:
             slots = self.slots[chunk]
             place = self._place()
             begin = slots.offset(slots.latest)
-            sums = [self.file.read(begin + a, place[a:b]) for a, b in slots.regions]
+            sums = [self._file(slots).read(begin + a, place[a:b]) for a, b in slots.regions]
             slots.checksums[slots.latest] = [transfer.wait() for transfer in sums]
             self._free.append(place)
 
@@ -545,10 +540,11 @@ class Disk:
         that were written.
         """
         tensors = {(p.name, p.key): tensor for slots in self.slots.values() for tensor, p in slots.tensors()}
-        generation.require(self.folder.path, tensors)
-        file = DirectFile(self.folder.path / generation.file)
+        generation.require(self.folders.paths[0], tensors)
+        files = {name: DirectFile(self.folders.path_of(name, generation)) for name in generation.files}
         try:
             for stored in generation.chunks:
+                file = files[stored.file]
                 place = host_empty(stored.num_bytes, torch.uint8, False, paged=True)
                 reads = [
                     file.read(stored.offset + a, place[a:b], sums)
@@ -558,20 +554,26 @@ class Disk:
                     read.wait()
                 for part in stored.parts:
                     tensors[part.name, part.key].copy_(part.of(place))
-                self.file.sync_maps()  # what was copied through the map leaves memory again
+                self._sync_maps()  # what was copied through the map leaves memory again
                 self.forget()
             for slots in self.slots.values():
                 slots.set_numbers(generation.numbers)
         except Damaged as damage:
             raise UserError(f"{damage}; {GO_ON}") from None
         finally:
-            file.close()
+            for file in files.values():
+                file.close()
+
+    def _sync_maps(self) -> None:
+        for drive in self.drives:
+            drive.file.sync_maps()
 
     def close(self) -> None:
         """Raises what went wrong with the last step that was committed."""
         self._updater.shutdown()
         self._committer.shutdown()
-        self.file.close()
+        for drive in self.drives:
+            drive.file.close()
         committed, self._committed = self._committed, None
         if committed is not None:
             committed.result()

@@ -24,7 +24,7 @@ class DurableSteps:
 
     def latest(self) -> tuple[int, str] | None:
         """The last step that all ranks have, and the run that it is of."""
-        own = {step: found.run for step, found in self.disk.folder.generations.items()}
+        own = {step: found.run for step, found in self.disk.folders.generations.items()}
         of_ranks: list[dict[int, str]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
         common = set.intersection(*map(set, of_ranks))
@@ -40,7 +40,7 @@ class DurableSteps:
 
     def restore(self, step: int) -> tuple[dict[str, Any], bytes]:
         """Within `loading`."""
-        generation = self.disk.folder.generations[step]
+        generation = self.disk.folders.generations[step]
         self.disk.restore(generation)
         return generation.values, generation.blob
 

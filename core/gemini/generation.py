@@ -5,14 +5,14 @@
     generation-1.json    which tensor lies, checksums, and what a run needs beside tensors; each with its own checksum
 
 A record is written aside and renamed when all that it tells of is on the disk. What no record names is of nobody, and
-is removed when the folder is opened.
+is removed (`core.gemini.drives`).
 """
 
 import base64
 import os
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from core.gemini.slots import Part, Slots
 from core.run_folder import hold
 
 RECORDS = ("generation-0.json", "generation-1.json")
-FORMAT = 1
+FORMAT = 2
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose files take the host's memory."""
 
@@ -37,6 +37,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 class StoredChunk:
     """A chunk's slot of a generation: `offset` in the file; regions, each with the checksums of its blocks."""
 
+    file: str
     offset: int
     num_bytes: int
     regions: list[tuple[int, int]]
@@ -53,26 +54,28 @@ class Generation:
 
     step: int
     run: str
-    file: str
     chunks: list[StoredChunk]
     numbers: dict[str, dict[str, Any]]
     values: dict[str, Any]
     blob: bytes
 
     @classmethod
-    def of(
-        cls, step: int, run: str, file: str, slots: Iterable[Slots], values: dict[str, Any], blob: bytes
-    ) -> "Generation":
+    def of(cls, step: int, run: str, slots: Iterable[Slots], values: dict[str, Any], blob: bytes) -> "Generation":
         """That of the latest slots of all chunks."""
         chunks, numbers = [], {}
         for one in slots:
             sums, regions = one.checksums[one.latest], [(a, b) for a, b in one.regions]
-            chunks.append(StoredChunk(one.offset(one.latest), one.num_bytes, regions, sums, one.parts))
+            chunks.append(StoredChunk(one.file, one.offset(one.latest), one.num_bytes, regions, sums, one.parts))
             numbers |= one.numbers
-        return cls(step, run, file, chunks, numbers, values, blob)
+        return cls(step, run, chunks, numbers, values, blob)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of those that it has slots in."""
+        return sorted({chunk.file for chunk in self.chunks})
 
     def to_bytes(self) -> bytes:
-        content = {"format": FORMAT, "step": self.step, "run": self.run, "file": self.file, "numbers": self.numbers}
+        content = {"format": FORMAT, "step": self.step, "run": self.run, "numbers": self.numbers}
         content |= {"values": self.values, "blob": base64.b64encode(self.blob).decode()}
         content["chunks"] = [
             asdict(chunk)
@@ -91,8 +94,9 @@ class Generation:
         for chunk in content["chunks"]:
             parts = [Part(n, k, o, getattr(torch, dtype), tuple(shape)) for n, k, o, dtype, shape in chunk["parts"]]
             regions = [(a, b) for a, b in chunk["regions"]]
-            chunks.append(StoredChunk(chunk["offset"], chunk["num_bytes"], regions, chunk["checksums"], parts))
-        given = {key: content[key] for key in ("step", "run", "file", "numbers", "values")}
+            where = chunk["file"], chunk["offset"], chunk["num_bytes"]
+            chunks.append(StoredChunk(*where, regions, chunk["checksums"], parts))
+        given = {key: content[key] for key in ("step", "run", "numbers", "values")}
         return cls(**given, chunks=chunks, blob=base64.b64decode(content["blob"]))
 
     def require(self, folder: Path, tensors: Mapping[tuple[str, str], Tensor]) -> None:
@@ -151,7 +155,6 @@ class Folder:
                 self.found[name] = Generation.from_bytes(record.read_bytes())
             except (Damaged, OSError) as damage:
                 raise UserError(f"{record} {damage}; remove {self.path.parent} and go on from a checkpoint") from None
-        self._remove_unnamed()
 
     def new_file(self) -> DirectFile:
         """A file for slots, that no record names yet."""
@@ -168,27 +171,27 @@ class Folder:
             )
         return file
 
-    def record(self, generation: Generation) -> None:
-        """Put it in the place of the older of the two; durable when this returns."""
+    def record(self, generation: Generation) -> bool:
+        """Put it in the place of the older of the two; durable when this returns: whether that told of other files."""
         older = min(RECORDS, key=lambda name: self.found[name].step if name in self.found else -1)
         replace_file(self.path / older, generation.to_bytes())
         sync_folder(self.path)
-        is_first = older not in self.found or self.found[older].file != generation.file
+        is_first = older not in self.found or self.found[older].files != generation.files
         self.found[older] = generation
-        if is_first:
-            self._remove_unnamed()
+        return is_first
 
-    def _remove_unnamed(self) -> None:
-        named = {generation.file for generation in self.found.values()} | {self._current}
+    def keep_only(self, named: Collection[str]) -> None:
+        """Remove files of other names, but for this process's own."""
         for path in self.path.glob("chunks-*.bin"):
-            if path.name not in named:
+            if path.name not in named and path.name != self._current:
                 path.unlink()
 
+    def let_go(self) -> None:
+        """This process has no file of its own any more."""
+        self._current = None
+
     def close(self) -> None:
-        """Remove what no record names, and let other processes have the folder."""
-        if self._current is not None:
-            self._current = None
-            self._remove_unnamed()
+        """Let other processes have the folder."""
         self._stack.close()
 
 

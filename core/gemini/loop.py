@@ -21,7 +21,7 @@ for step in range(first, steps):
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import local
@@ -218,7 +218,7 @@ def wrap(
     mesh: DeviceMesh | None = None,
     sample: Callable[[], Callable[[nn.Module], Tensor]] | None = None,
     host: str | int | None = None,
-    disk: str | Path | None = None,
+    disk: str | Path | Sequence[str | Path] | None = None,
     policy: Policy = "auto",
     device: str | None = None,
 ) -> Gemini:
@@ -231,7 +231,8 @@ def wrap(
     mesh       the ranks; by default all of the process group, over which chunks are sharded
     sample     draws a microbatch and returns the function model -> loss of it: with it a step is planned before it runs
     host       of each rank's host memory what may live there: as a budget; None: no limit
-    disk       folder on a drive for what the host does not hold, each rank's in it: see `Gemini.commit`
+    disk       folder on a drive for what the host does not hold, each rank's in it, or several, each on a drive of its
+               own: see `Gemini.commit`
     policy     for comparisons: "static", "cpu"; see `core.gemini.residency`
     device     "cpu" or "cuda"; by default CUDA where there is one
 
@@ -260,7 +261,7 @@ def wrap(
         str(budget),
         policy,
         host=None if host is None else str(host),
-        disk=None if disk is None else Path(disk),
+        disk=None if disk is None else Path(",".join(map(str, [disk] if isinstance(disk, str | Path) else disk))),
     )
     parallel = GeminiReplicas(model, mesh, 3, precision, lambda model: None, config)
     state, replaced = dict(optimizer.state), dict[Tensor, Tensor]()

@@ -27,12 +27,12 @@ from core.compat import follows_steps, own_part
 from core.config import UserError, in_words
 from core.gemini.chunk import Chunk, Member, sharers
 from core.gemini.config import GeminiConfig
-from core.gemini.direct import mapped_temporary, with_drive
+from core.gemini.direct import drive_speeds, mapped_temporary, with_drives
 from core.gemini.disk import Disk
+from core.gemini.drives import Folders, deal
 from core.gemini.durable import DurableSteps
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
-from core.gemini.generation import Folder
 from core.gemini.hooks import ModuleHooks, Unit, units_of
 from core.gemini.planning import corrected_plan, fullest, infos, plan, probe_bytes
 from core.gemini.report import announce, draw
@@ -98,7 +98,7 @@ class GeminiReplicas(DataParallel):
         self._final: list[Chunk] = []  # in this step's last backward, and their update has not begun
         self.executor: Executor | None = None
         self.stepping: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds steps of single chunks
-        self.folder = None if config.disk is None else self._open_folder(config.disk)
+        self.folders = None if config.disk is None else self._open_folders(config.folders)
         try:
             self._spread(materialise)
         except BaseException:
@@ -166,10 +166,10 @@ class GeminiReplicas(DataParallel):
         dtype = whole.dtype
         if whole.is_floating_point():
             dtype = self.reduce_dtype if parameter.requires_grad else self.compute_dtype
-        if self.folder is None:
+        if self.folders is None:
             kept = torch.empty(whole.shape, dtype=dtype)
         else:  # all of them may be more than the host holds
-            kept = mapped_temporary(self.folder.path, whole.shape, dtype)
+            kept = mapped_temporary(self.folders.paths[0], whole.shape, dtype)
         if not whole.is_meta:
             kept.copy_(whole)
         return tag(nn.Parameter(kept, requires_grad=parameter.requires_grad), row.master)
@@ -212,8 +212,9 @@ class GeminiReplicas(DataParallel):
 
     def _prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self._optimizer = optimizer
-        if self.folder is not None:
-            self._open_disk(self.folder, optimizer)
+        if self.folders is not None:
+            self._open_disk(self.folders, optimizer)
+        speeds = [] if self.folders is None else drive_speeds(self.folders.paths)
         units = units_of(self.model)
         traced = None if sample is None else self._traced(sample, units)
         of = {member.name: member for member in self._adopt()}
@@ -235,8 +236,7 @@ class GeminiReplicas(DataParallel):
             on_disk = self._without_plan(chunks)
         else:
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
-            disk = None if self.folder is None else self.folder.path
-            self._bandwidth = with_drive(bandwidth_of(self.device, self.ranks, copied), disk)
+            self._bandwidth = with_drives(bandwidth_of(self.device, self.ranks, copied), speeds)
             traced = replace(traced, updates_as_final=self.updates_as_final and self._can_update_early)
             if any(member.sharers.cut for member in members):
                 traced = fullest(traced, stage_axis(self.mesh))
@@ -253,12 +253,13 @@ class GeminiReplicas(DataParallel):
             names, on_disk, chunks = self.planned.parameters, self.planned.plan.on_disk, self.planned.trace.chunks
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
-        if self.disk is not None:
-            self.disk.reserve(2 * sum(chunk.slot_bytes for chunk in chunks))
+        dealt = [] if self.disk is None else deal(chunks, on_disk, speeds)
+        for index, drive in enumerate([] if self.disk is None else self.disk.drives):
+            drive.reserve(2 * sum(chunk.slot_bytes for chunk in chunks if dealt[chunk.index] == index))
         for index, chunk in enumerate(names):
             self.chunks.append(Chunk(index, [of[name] for name in chunk], self.device, self.reduce_dtype))
             if self.disk is not None:
-                self.disk.add(self.chunks[-1], away=index in on_disk)
+                self.disk.add(self.chunks[-1], index in on_disk, self.disk.drives[dealt[index]])
         if self.disk is not None:
             self.disk.settle()
             for chunk in self.chunks if self.planned is None else ():
@@ -349,11 +350,11 @@ class GeminiReplicas(DataParallel):
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
             self.tier.set_other(planned.trace.other_peak_bytes)
 
-    def _open_folder(self, disk: Path) -> Folder:
-        """This rank's folder on the disk.  Raises UserError, alike on every rank, where one cannot use its own."""
+    def _open_folders(self, given: Sequence[Path]) -> Folders:
+        """This rank's folder on each drive.  Raises UserError, alike on every rank, where one cannot use its own."""
         said, opened = None, None
         try:
-            opened = Folder(disk / f"rank-{dist.get_rank()}")
+            opened = Folders(given, dist.get_rank())
         except UserError as error:
             said = str(error)
         every: list[str | None] = [None] * dist.get_world_size()
@@ -365,16 +366,16 @@ class GeminiReplicas(DataParallel):
             raise UserError(refused or "")
         return opened
 
-    def _open_disk(self, folder: Folder, optimizer: torch.optim.Optimizer) -> None:
+    def _open_disk(self, folders: Folders, optimizer: torch.optim.Optimizer) -> None:
         """Raises UserError for an optimizer that does not update chunk by chunk."""
         if follows_steps(optimizer) or isinstance(optimizer, KFAC | HessianFree):
             raise UserError(
                 f"gemini.disk={self.config.disk} with {type(optimizer).__name__}: what follows or looks at whole steps "
                 "needs all masters at once; use another --optim.name"
             )
-        self.disk = Disk(folder, self.device.type == "cuda", optimizer, self.config.durable_every)
-        at_once = self.mesh.size() > 1 and self._can_update_early
-        self.durable = DurableSteps(self.disk, folder.path.parent, self.config.durable_every, at_once)
+        self.disk = Disk(folders, self.device.type == "cuda", optimizer, self.config.durable_every)
+        at_once = self.mesh.size() > 1 and self._can_update_early and stage_axis(self.mesh) is None
+        self.durable = DurableSteps(self.disk, folders.given[0], self.config.durable_every, at_once)
         if self.host.budget_bytes is None:
             free = device_bytes("cpu", dist.get_world_size())
             if self.device.type == "cpu":
@@ -396,8 +397,8 @@ class GeminiReplicas(DataParallel):
                 disk, self.disk, self.durable = self.disk, None, None
                 disk.close()
         finally:
-            if self.folder is not None:
-                self.folder.close()
+            if self.folders is not None:
+                self.folders.close()
 
     def _require_room(self, parameters: Sequence[ParameterInfo], messages: int) -> None:
         """Without a trace: the least that is known to be needed."""

@@ -55,13 +55,14 @@ class Slots:
     """live  what the optimizer keeps of each member, its own dict; tensors of it with dims go to the slots
 
     parts      of values and of the state
-    base       of the first slot in the file; the second one follows
+    file       the name of the one on whose drive they lie
+    base       of the first slot in it; the second one follows
     latest     the slot with the latest values, durable that of the last generation
     checksums  of each slot, by region
     """
 
-    def __init__(self, chunk: Chunk, live: dict[Member, dict[str, Any]], base: int):
-        self.chunk, self.live, self.base = chunk, live, base
+    def __init__(self, chunk: Chunk, live: dict[Member, dict[str, Any]]):
+        self.chunk, self.live, self.file, self.base = chunk, live, "", 0
         self.state = {member: _with_dims(kept) for member, kept in live.items()}
         self.regions: list[Region] = []
         self.parts: list[Part] = []

@@ -263,7 +263,7 @@ def trained(plan: Plan, disk: Path) -> tuple[Learned, Counter[str]]:
             seen["updated early"] += accepted.count > 0
             seen["on device too"] += any(chunk.resident for chunk in parallel.chunks)
             seen["parts"] += 1
-            seen["cached pages"] += pages_in_cache(parallel.disk.file.path)
+            seen["cached pages"] += sum(pages_in_cache(drive.file.path) for drive in parallel.disk.drives)
             values = gemini.state_dict()
         finally:
             gemini.close()

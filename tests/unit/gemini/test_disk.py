@@ -20,12 +20,13 @@ import torch
 
 from core.config import UserError
 from core.files import Damaged
-from core.gemini import timeline, wrap
+from core.gemini import direct, timeline, wrap
 from core.gemini.config import GeminiConfig
 from core.gemini.direct import ALIGNMENT, CHECKED_BYTES, DirectFile, mapped_temporary
 from core.gemini.disk import Disk
+from core.gemini.drives import Folders, deal
 from core.gemini.figure import draw_memory, planned_memory
-from core.gemini.generation import Folder
+from core.gemini.generation import Folder, Generation, StoredChunk
 from core.gemini.lifetimes import Lifetimes, keep
 from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import PLACES, host_bytes_of, to_disk
@@ -36,6 +37,7 @@ from core.trace.machine import Bandwidth
 from core.train import TrainState
 from core.train.loop import train_step
 from tests.support.disk import CASE, STEPS, Counted, failing, go_on, half
+from tests.support.disk_plans import pages_in_cache
 from tests.support.gemini import Net
 from tests.support.gemini import batch as net_batch
 from tests.support.gemini import loss as net_loss
@@ -180,7 +182,7 @@ def counted_and_planned(state: TrainState, config: Any) -> tuple[tuple[int, int]
     assert planned is not None
     before = (0, 0)
     for step in range(3):
-        before = disk.file.read_bytes, disk.file.written_bytes
+        before = disk.moved_bytes
         train_step(state, batch_of(CASE, step), loss, weight, config, step)
         state.commit(step + 1, config)
     fetches = [move.chunk for moves in planned.plan.moves for move in moves if move.kind in ("fetch", "prefetch")]
@@ -190,7 +192,7 @@ def counted_and_planned(state: TrainState, config: Any) -> tuple[tuple[int, int]
         if chunk in disk.away:
             begin, end = slots.fetched
             read += fetches.count(chunk.index) * (end - begin) + sum(b - a for a, b in slots.updated)
-    return (disk.file.read_bytes - before[0], disk.file.written_bytes - before[1]), (read, written)
+    return (disk.moved_bytes[0] - before[0], disk.moved_bytes[1] - before[1]), (read, written)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +223,8 @@ def test_the_page_cache_has_nothing_of_the_file(opened) -> None:
     go_on(state, config)
     disk = gemini_of(state.parallel).disk
     assert disk is not None
-    assert disk.file.is_direct
-    looked_at = subprocess.run(["fincore", "--bytes", "--raw", "--noheadings", "-o", "PAGES", disk.file.path],
-                               capture_output=True, text=True, check=False)  # fmt: skip
-    assert looked_at.stdout.split() == ["0"], looked_at
+    assert all(drive.file.is_direct for drive in disk.drives)
+    assert [pages_in_cache(drive.file.path) for drive in disk.drives] == [0]
 
 
 # --- durable steps ----------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_a_step_becomes_durable_beside_the_next_forward_and_before_its_updates(o
     def updating(replicas: GeminiReplicas, optimizer: Any) -> None:
         held.set()
         with disk.updating():
-            found.append(max(disk.folder.generations))
+            found.append(max(disk.folders.generations))
         update(replicas, optimizer)
 
     with patch.object(Folder, "record", record), patch.object(GeminiReplicas, "update", updating):
@@ -309,6 +309,76 @@ def test_a_step_becomes_durable_beside_the_next_forward_and_before_its_updates(o
         assert durable.latest() == (1, str(config.out.resolve()))
         train_step(state, batch_of(CASE, 2), loss, weight, config, 2)
         assert found == [1, 2]
+
+
+# --- several drives ---------------------------------------------------------------------------------------------------
+
+
+def test_drives_are_done_with_their_chunks_at_the_same_time() -> None:
+    chunks = [ChunkInfo(k, 1, 1, 1, k % 7 > 0, 16, 4, 12 + k % 3, 4, 12) for k in range(60)]
+    on_disk, speeds = frozenset(range(0, 60, 2)), [(3e9, 2e9), (1e9, 1e9), (2e9, 1e9)]
+    busy_s = [0.0] * 3
+    for chunk, drive in zip(chunks, deal(chunks, on_disk, speeds), strict=True):
+        read, write = speeds[drive]
+        busy_s[drive] += 20 / read if chunk.index in on_disk else 0
+        busy_s[drive] += chunk.slot_bytes / write if chunk.trainable else 0
+    assert max(busy_s) < 1.1 * min(busy_s)
+    assert deal(chunks, on_disk, speeds[:1]) == [0] * 60
+
+
+def test_folders_on_one_drive_share_what_it_does(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with patch.object(direct, "drive_speed", lambda folder: (8.0, 6.0)):
+        speeds = direct.drive_speeds([tmp_path / "a", tmp_path / "b", tmp_path / "not there"])
+    assert speeds == [(4.0, 3.0), (4.0, 3.0), direct.DESCRIBED_DRIVE]
+    assert direct.with_drives(Bandwidth(1, 1, 1, 1), speeds[:2]).disk_write == 6.0
+
+
+def test_two_drives_of_unequal_speed_learn_the_same_and_stop_and_go_on(opened, straight, tmp_path: Path) -> None:
+    both = Path(f"{tmp_path / 'fast'},{tmp_path / 'slow'}")
+
+    def speed(folder: Path) -> tuple[float, float]:
+        return (6e9, 6e9) if folder.parent.name == "fast" else (2e9, 2e9)
+
+    with patch.object(direct, "drive_speed", speed):
+        state, config = opened(folder=both)
+    disk = gemini_of(state.parallel).disk
+    assert disk is not None
+    assert go_on(state, config, steps=2) == dict(enumerate(straight["losses"][:2]))
+    fast, slow = (drive.file.written_bytes for drive in disk.drives)
+    assert 2 * slow < fast < 5 * slow
+    for order in (Path(f"{tmp_path / 'slow'}"), Path(f"{tmp_path / 'fast'}")):
+        state, config = opened(folder=order)
+        assert state.parallel.durable is not None
+        with pytest.raises(UserError, match=r"step \d has slots in chunks-\w+.bin, which lies in none of these"):
+            state.parallel.durable.latest()
+    state, config = opened(folder=Path(f"{tmp_path / 'slow'},{tmp_path / 'fast'}"))
+    (tmp_path / "slow" / "rank-0" / "generation-0.json").unlink()  # killed between the two records
+    assert list(go_on(state, config).values()) == straight["losses"][2:STEPS]
+    require_learned(state, straight)
+    for name in ("fast", "slow"):
+        assert len(list((tmp_path / name / "rank-0").glob("chunks-*.bin"))) == 1
+
+
+def test_the_first_record_of_one_folder_keeps_the_files_of_all(tmp_path: Path) -> None:
+    """A process that is killed between the records of its first step leaves one folder without any."""
+    given = [tmp_path / "a", tmp_path / "b"]
+    folders = Folders(given, 0)
+    files = [drive.file for drive in folders.drives()]
+    chunks = [StoredChunk(file.path.name, 0, 0, [], [], []) for file in files]
+    folders.opened[0].record(Generation(1, "run", chunks, {}, {}, b""))
+    for file in files:
+        file.close()
+    for folder in folders.opened:
+        folder.close()
+    again = Folders(given[::-1], 0)
+    assert list(again.generations) == [1]
+    assert all(file.path.exists() for file in files)
+    again.opened[0].record(Generation(1, "another", [], {}, {}, b""))
+    with pytest.raises(UserError, match="a has steps of run; give folders of one run"):
+        _ = again.generations
+    again.close()
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -341,6 +411,8 @@ def test_folders_that_are_refused(opened, tmp_path: Path) -> None:
     ("options", "match"),
     [
         ({"budget": None, "disk": Path("x")}, "gemini.disk=x without a budget"),
+        ({"budget": "1MB", "disk": Path("a,a")}, "gemini.disk=a,a: give each folder once"),
+        ({"budget": "1MB", "disk": Path("a,")}, "gemini.disk=a,: give each folder once"),
         ({"budget": "1MB", "durable_every": 0}, "gemini.durable_every=0"),
     ],
 )
