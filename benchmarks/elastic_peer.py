@@ -122,6 +122,8 @@ def wait_for_step(folder: Path, step: int) -> float:
 
 
 def main(given: dict[str, Any], folder: Path) -> None:
+    import torchft  # noqa: F401  # pyright: ignore[reportMissingImports]  # so that what is forked need not
+
     folder.mkdir(parents=True)
     address = folder / "lighthouse"
     keeper = fork.Process(target=lighthouse, args=(2, address), daemon=True)

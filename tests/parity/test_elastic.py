@@ -8,17 +8,26 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import TCPStore
 
 from core.checkpoint import read_full
+from core.kernels.blockwise import in_8_bits
 from core.mesh import MeshConfig
+from core.optim.build import OPTIMIZERS, OptimConfig
+from core.optim.schedule import ScheduleConfig
+from core.precision import LossScale, LossScaleConfig
 from core.train import TrainConfig
-from core.train.elastic import shares
+from core.train.elastic import Group, shares
 from tests.support.elastic import (
     ROWS,
+    USUAL,
+    Fuse,
+    Task,
     config,
     dealt_out,
     fork,
@@ -29,8 +38,10 @@ from tests.support.elastic import (
     said,
     store,
     train,
+    wait_for_members,
     wait_for_step,
 )
+from tests.support.small import Small
 
 LIMIT_S = 10.0
 """from a kill to the next step, where nothing else runs"""
@@ -41,17 +52,18 @@ START_S = 120.0
 class Replicas:
     """Those of one run; none outlives the test."""
 
-    def __init__(self, given: TrainConfig, folder: Path, pause_s: float):
-        self.given, self.folder, self.pause = given, folder, pause(pause_s)
+    def __init__(self, given: TrainConfig, folder: Path, pause_s: float, task: Task = USUAL):
+        self.given, self.folder, self.pause, self.task = given, folder, pause(pause_s), task
         self.all: list[BaseProcess] = []
 
     @property
     def alive(self) -> list[BaseProcess]:
         return [process for process in self.all if process.is_alive()]
 
-    def start(self, number: int = 1) -> None:
+    def start(self, number: int = 1, fuse: Fuse | None = None) -> None:
         for _ in range(number):
-            self.all.append(replica(self.given, self.folder / f"said-{len(self.all)}", self.pause))
+            said_to = self.folder / f"said-{len(self.all)}"
+            self.all.append(replica(self.given, said_to, self.pause, self.task, fuse))
 
     def step(self) -> int:
         found = rows(self.given.out)
@@ -61,7 +73,14 @@ class Replicas:
         return wait_for_step(self.given.out, step, limit_s, self.all)
 
     def wait_for_members(self, number: int) -> None:
-        wait_for_members(self.given.out, number)
+        wait_for_members(self.given.out, number, START_S)
+
+    def wait_for(self, member: int) -> None:
+        """Until that one has rows."""
+        begin = time.monotonic()
+        while not (found := rows(self.given.out)) or str(member) not in found[-1]["rows"]:
+            assert time.monotonic() - begin < START_S
+            time.sleep(0.02)
 
     def wait_to_say(self, words: str, limit_s: float = START_S) -> str:
         """Until one of them says so.  Returns what it has said."""
@@ -91,14 +110,6 @@ class Replicas:
             process.join()
 
 
-def wait_for_members(out: Path, number: int) -> None:
-    """Until the last step was taken by so many."""
-    begin = time.monotonic()
-    while not (found := rows(out)) or found[-1]["replicas"] < number:
-        assert time.monotonic() - begin < START_S
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def kept() -> TCPStore:
     return store()
@@ -113,15 +124,15 @@ def run(tmp_path: Path, kept: TCPStore, request: pytest.FixtureRequest) -> Itera
     found.kill()
 
 
-def undisturbed(tmp_path: Path, steps: int) -> list[float]:
+def undisturbed(tmp_path: Path, steps: int, task: Task, **options: Any) -> list[float]:
     out = tmp_path / "undisturbed"
-    process = fork.Process(target=lambda: train(config(out, None, steps)))
+    process = fork.Process(target=lambda: train(config(out, None, steps, **options), task=task))
     process.start()
     process.join()
     return [row["loss"] for row in rows(out)]
 
 
-def check(tmp_path: Path, out: Path, steps: int, parameters: bool = True) -> None:
+def check(tmp_path: Path, out: Path, steps: int, parameters: bool = True, task: Task = USUAL, **options: Any) -> None:
     """All steps are there, once, with every row, and as if nothing had happened."""
     found = rows(out)
     assert [row["step"] for row in found] == list(range(1, steps + 1))
@@ -129,7 +140,7 @@ def check(tmp_path: Path, out: Path, steps: int, parameters: bool = True) -> Non
         assert dealt_out(row) == list(range(ROWS)), row
     torch.testing.assert_close(
         torch.tensor([row["loss"] for row in found]).double(),
-        torch.tensor(undisturbed(tmp_path, steps)).double(),
+        torch.tensor(undisturbed(tmp_path, steps, task, **options)).double(),
         rtol=1e-10,
         atol=1e-10,
     )
@@ -174,20 +185,97 @@ def test_kills_and_joins_change_no_loss(run: Replicas, tmp_path: Path) -> None:
     assert rows(run.given.out)[-1]["generation"] >= 4
 
 
+def test_one_dies_while_it_gives_its_state_and_another_while_it_takes_it(tmp_path: Path, kept: TCPStore) -> None:
+    run = Replicas(config(tmp_path / "run", kept.port, 80), tmp_path, 0.05)
+    giver, taker = Fuse([(Group, "from_first")]), Fuse([(Group, "from_first")])
+    try:
+        run.start(fuse=giver)
+        run.wait_for_step(1)
+        run.start()
+        run.wait_for(1)
+        giver.light(4)
+        run.start()
+        run.wait_for(2)
+        assert run.all[0].exitcode == -signal.SIGKILL
+        taker.light(4)
+        run.start(fuse=taker)
+        run.all[3].join(START_S)
+        run.wait_for_step(run.step() + 2)
+        assert run.end() == [-signal.SIGKILL, 0, 0, -signal.SIGKILL]
+    finally:
+        run.kill()
+    check(tmp_path, run.given.out, run.given.steps)
+    assert all("3" not in row["rows"] for row in rows(run.given.out))
+
+
+class Wide(Small):
+    """Small, with a matrix that is large enough for a state of 8 bits."""
+
+    def __init__(self, dropout: float):
+        super().__init__(dropout)
+        wide = nn.Linear(64, 64)
+        assert in_8_bits(tuple(wide.weight.shape))
+        self.head = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), wide, nn.Tanh(), nn.Linear(64, 1))
+
+
+WIDE = Task(make=Wide, average=True)
+OTHERS = [name for name, spec in sorted(OPTIMIZERS.items()) if not spec.looks and name != "adamw8bit"]
+
+
+def hand_over(tmp_path: Path, kept: TCPStore, steps: int, **options: Any) -> Path:
+    """A run that one replica begins and another goes on with: all that it knows is what it was given."""
+    run = Replicas(config(tmp_path / "run", kept.port, steps, **options), tmp_path, 0.05, WIDE)
+    try:
+        run.start()
+        run.wait_for_step(12)
+        run.start()
+        run.wait_for(1)
+        run.all[0].kill()
+        assert run.end() == [-signal.SIGKILL, 0]
+    finally:
+        run.kill()
+    return run.given.out
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)])
+def test_the_state_of_any_optimizer_and_an_average_go_on(name: str, tmp_path: Path, kept: TCPStore) -> None:
+    optim = OptimConfig(name, lr=1e-2, schedule=ScheduleConfig(warmup_steps=2))
+    out = hand_over(tmp_path, kept, 40, optim=optim)
+    assert any(key.startswith("average/") for key in read_full(out / "checkpoints"))
+    check(tmp_path, out, 40, task=WIDE, optim=optim)
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path, kept: TCPStore) -> None:
+    """Each row has the scale and the skipped steps that follow from those of the row before."""
+    scale = LossScaleConfig(initial=2.0**24, growth_interval=4)
+    found = rows(hand_over(tmp_path, kept, 40, precision="fp16", loss_scale=scale))
+    expected = LossScale("fp16", scale)
+    for step, row in enumerate(found, start=1):
+        assert row["step"] == step
+        expected.update(row["skipped_steps"] == expected.skipped_steps)
+        assert (row["loss_scale"], row["skipped_steps"]) == (expected.factor, expected.skipped_steps), row
+    (first,) = {row["skipped_steps"] for row in found if row["step"] == 12}
+    assert 2 < first < found[-1]["skipped_steps"] < len(found) / 2
+
+
+def within_replica(form: str) -> dict[str, Any]:
+    """The options of a replica of two ranks."""
+    found: dict[str, Any] = {"tp": {"mesh": MeshConfig(tp=2)}, "pp": {"mesh": MeshConfig(pp=2)}, "zero3": {"zero": 3}}
+    return found[form] | {"microbatch": None if form == "pp" else 2}
+
+
 @pytest.mark.parametrize("form", ["tp", "pp", "zero3"])
 def test_a_rank_of_several_takes_its_replica_along(form: str, tmp_path: Path, kept: TCPStore) -> None:
     """Within a replica lie tensor parallelism, stages or ZeRO's shards, of which the others have copies."""
-    within = {"tp": {"mesh": MeshConfig(tp=2)}, "pp": {"mesh": MeshConfig(pp=2)}, "zero3": {"zero": 3}}[form]
-    within |= {"microbatch": None if form == "pp" else 2}
-    given, all_ranks, slow = config(tmp_path / "run", kept.port, 80, 1, **within), [], pause(0.15)
+    given, all_ranks, slow = config(tmp_path / "run", kept.port, 80, 1, **within_replica(form)), [], pause(0.15)
     try:
         for number in range(2):
             all_ranks += replica_of_ranks(given, tmp_path / f"said-{number}", 2, slow)
-        wait_for_members(given.out, 2)
+        wait_for_members(given.out, 2, START_S)
         all_ranks[1].kill()
         wait_for_step(given.out, rows(given.out)[-1]["step"] + 2, START_S)
         all_ranks += replica_of_ranks(given, tmp_path / "said-2", 2, slow)
-        wait_for_members(given.out, 2)
+        wait_for_members(given.out, 2, START_S)
         slow.value = 0
         for process in all_ranks:
             process.join(START_S)
@@ -196,6 +284,60 @@ def test_a_rank_of_several_takes_its_replica_along(form: str, tmp_path: Path, ke
         for process in all_ranks:
             process.kill()
     check(tmp_path, given.out, given.steps, parameters=form != "pp")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", ["alone", "tp", "pp", "zero3"])
+def test_twenty_kills_at_any_message(form: str, tmp_path: Path, kept: TCPStore) -> None:
+    """200 steps of three replicas; a rank dies at a message that is drawn, of its replica's ranks, between replicas or
+    of a generation's setup, most often while another replica joins."""
+    steps, draw, slow, seconds = 200, random.Random(form), pause(0.01), []
+    num_ranks = 1 if form == "alone" else 2
+    given = config(tmp_path / "run", kept.port, steps, **({} if form == "alone" else within_replica(form)))
+    begun: list[tuple[list[BaseProcess], list[Fuse]]] = []
+
+    def begin() -> None:
+        fuses = [Fuse() for _ in range(num_ranks)]
+        begun.append((replica_of_ranks(given, tmp_path / f"said-{len(begun)}", num_ranks, slow, fuses), fuses))
+
+    def alive() -> list[tuple[list[BaseProcess], list[Fuse]]]:
+        return [each for each in begun if all(process.is_alive() for process in each[0])]
+
+    def step() -> int:
+        found = rows(given.out)
+        return found[-1]["step"] if found else 0
+
+    try:
+        for _ in range(3):
+            begin()
+        wait_for_members(given.out, 3, START_S)
+        for _ in range(20):
+            if draw.random() < 0.7:
+                begin()
+            ranks, fuses = draw.choice(alive())
+            fuses[draw.randrange(num_ranks)].light(draw.randint(1, 60))
+            for process in ranks:
+                process.join(START_S)
+                assert process.exitcode is not None
+            seconds.append(wait_for_step(given.out, step() + 1, START_S))
+            while len(alive()) < 3:
+                begin()
+            wait_for_step(given.out, step() + 2, START_S)
+            wait_for_members(given.out, 2, START_S)  # one of them may die
+        assert step() < steps, "all kills fell into the run"
+        slow.value = 0
+        for ranks, _ in alive():
+            for process in ranks:
+                process.join(START_S)
+                assert process.exitcode == 0
+    finally:
+        for ranks, _ in begun:
+            for process in ranks:
+                process.kill()
+    print(f"20 kills; seconds to the next step: at most {max(seconds):.2f}")
+    assert max(seconds) < LIMIT_S
+    check(tmp_path, given.out, steps, parameters=form != "pp")
 
 
 @pytest.mark.soak
@@ -275,14 +417,18 @@ def test_one_that_is_asked_to_stop_leaves_and_all_that_are_stop(run: Replicas, t
 
 
 @pytest.mark.parametrize("run", [(100_000, 2, 0.05, 3.0)], indirect=True)
-def test_another_run_in_the_store_is_refused(run: Replicas, tmp_path: Path) -> None:
+def test_another_run_or_version_in_the_store_is_refused(
+    run: Replicas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.start(2)
     run.wait_for_step(2)
     first = run.given
-    for changed, words in (
-        (config(tmp_path / "other", _port(first), first.steps, 2, 3.0), "in use by the run in"),
-        (config(first.out, _port(first), first.steps + 1, 2, 3.0), "configured otherwise"),
+    for changed, torch_version, words in (
+        (config(tmp_path / "other", _port(first), first.steps, 2, 3.0), torch.__version__, "in use by the run in"),
+        (config(first.out, _port(first), first.steps + 1, 2, 3.0), torch.__version__, "configured otherwise"),
+        (first, type(torch.__version__)("2.10.0"), "this replica has torch 2.10.0"),
     ):
+        monkeypatch.setattr(torch, "__version__", torch_version)
         refused = replica(changed, tmp_path / "refused")
         refused.join(START_S)
         assert refused.exitcode == 2

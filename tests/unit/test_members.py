@@ -152,3 +152,24 @@ def test_a_replica_that_comes_while_a_generation_is_written_is_in_the_one_after(
     finally:
         for members in (first, second):
             members.leave()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"out": "/other"}, "is in use by the run in /run, and this one writes to /other; give each run a store"),
+        ({"version": "torch 3"}, "this replica has torch 3, and the run that it would join torch 2; install the same"),
+        ({"ranks": 2}, "this replica has 2 ranks, and those of the run that it would join 1; launch it with as many"),
+        ({"options": {"steps": 7}}, r"configured otherwise .*\(steps 5 -> 7\); give it the same options"),
+    ],
+)
+def test_a_replica_of_another_run_is_refused(changed: dict[str, Any], words: str) -> None:
+    kept = store()
+    first, other = (Members(f"localhost:{kept.port}", 0, 1, lost_after=1.0) for _ in range(2))
+    record = {"out": "/run", "version": "torch 2", "ranks": 1, "options": {"steps": 5}}
+    first.join(record)
+    try:
+        with pytest.raises(UserError, match=words):
+            other.join(record | changed)
+    finally:
+        first.leave()
