@@ -16,7 +16,7 @@ the same; vectors go as they are in the same message. One rank sends nothing, an
 The second copy is stale with the update: whoever writes masters calls `publish`, which gathers anew.
 
 Of 16-bit parameters of M bytes, ZeRO-3 sends 3 M into and out of the nodes together in a step of one microbatch; qwZ
-with int8 M / 2, hpZ nothing in the backward, and qgZ with int4 M / 4, and each block of 256 a scale of two bytes.
+with int8 M / 2, hpZ nothing in the backward, and qgZ with int4 M / 4, and each block a scale of two bytes (`BLOCKS`).
 
 Wang et al. 2023, ZeRO++, arXiv:2306.10209. Not here: weights that are coded in the second copy.
 """
@@ -42,14 +42,15 @@ from core.parallel.compress import CommConfig, FewBits, Message
 from core.parallel.squares import when_gathered
 from core.placement.table import Placed, Table
 
-BLOCK = 256
-"""Numbers that share a scale."""
+BLOCKS = {8: 256, 4: 64}
+"""Bits -> numbers that share a scale. With 256 of 4 bits training ends at twice the added loss (docs/log.md)."""
 NODES, NODE = "nodes", "node"
 """Names of the two axes of the one that ZeRO shards over: the ranks in one place of each node, and a node's."""
 
 
 def code_of(bits: FewBits) -> RoundedCode:
-    return RoundedCode({"int8": 8, "int4": 4}[bits], BLOCK)
+    width = {"int8": 8, "int4": 4}[bits]
+    return RoundedCode(width, BLOCKS[width])
 
 
 def coded_rows(bits: FewBits, rows: Sequence[Placed], ranks: int) -> CodedRows:

@@ -102,13 +102,14 @@ def trained(comm: CommConfig, zero: Zero, num_microbatches: int, looks: bool = F
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
-    """Every block of 256 elements of a flat tensor by itself."""
-    code, found = RoundedCode(bits), x.clone()
-    for first in range(0, len(x), 256):
-        piece = x[first : first + 256]
-        block = piece.new_zeros(1, 256)
+    """Every block of 256 elements, or of 64 in 4 bits, of a flat tensor by itself."""
+    size = {8: 256, 4: 64}[bits]
+    code, found = RoundedCode(bits, size), x.clone()
+    for first in range(0, len(x), size):
+        piece = x[first : first + size]
+        block = piece.new_zeros(1, size)
         block[0, : len(piece)] = piece
-        found[first : first + 256] = code.decode(code.encode(block), x.dtype)[0, : len(piece)]
+        found[first : first + size] = code.decode(code.encode(block), x.dtype)[0, : len(piece)]
     return found
 
 
