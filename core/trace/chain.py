@@ -337,7 +337,7 @@ class _Simulation:
 
     def _send(self, index: int, how: Kept, begin: float) -> None:
         """What a block saves is sent from when it begins to run on, one after the other."""
-        form = next(form for form, other in self.blocks[index].away.items() if other is how)
+        form: Form = next(form for form, other in self.blocks[index].away.items() if other is how)
         sent, fetched = self.copied[form]
         line = self.chain.lines[form]
         made = max(sent, begin if line.overlaps else self.seconds) + how.send_s

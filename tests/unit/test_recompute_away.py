@@ -1,29 +1,35 @@
 """Mode budget with a host beside: of each block the plan keeps, computes again, sends away or encodes what it saves."""
 
+import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
 from core.auto.checkpointing import fastest, frontier
-from core.compose import ParallelConfig
+from core.compose import ParallelConfig, compile_blocks
 from core.config import UserError
 from core.estimate.chain import estimate_chain
 from core.mesh import MeshConfig
+from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.plan import blocks_of
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.parallel.recompute_chain import RecomputedChain
 from core.placement.table import ModelPlan
 from core.runtime import start
+from core.trace.account import MemoryAccount
 from core.trace.chain import Chain, ChainBlock, Kept, Line, simulate
 from core.trace.machine import Bandwidth
 from core.trace.segments import Away, Form, Lean, Segments, check_segments, of_blocks, runs_of
 from core.train.segments import choose_segments, described, lines_of, within
 from tests.support.accounted import accounted_step
 from tests.unit.test_recompute_in_place import WIDTH, Block, Net
-from tests.unit.test_recompute_segments import ALONE, BUDGET, SPEED, wide_gpt
+from tests.unit.test_recompute_segments import ALONE, BUDGET, SPEED, decoder, wide_gpt
 
 FAST: dict[Form, Line] = {"host": Line(1e12, 1e12, overlaps=True)}
 SLOW: dict[Form, Line] = {"host": Line(1e9, 1e9, overlaps=False)}
@@ -150,6 +156,10 @@ def test_a_cpu_sends_nothing_to_itself_unless_it_is_told_to() -> None:
     with pytest.raises(UserError, match=r"recompute\.host=much"):
         replace(BUDGET, host="much")
     assert "host" in RecomputeConfig("full").unread()
+    for name, value in (("host", "1GiB"), ("disk", Path("drive")), ("bits", 8)):
+        staged = ParallelConfig(recompute=replace(BUDGET, **{name: value}), pipeline=PipelineConfig("gpipe"))
+        with pytest.raises(UserError, match=rf"recompute\.{name}={value} with recompute\.mode=budget and stages"):
+            staged.check_pipeline(2)
 
 
 def test_copies_that_run_beside_take_what_they_are_longer_by() -> None:
@@ -172,3 +182,45 @@ def unit_block() -> ChainBlock:
     whole = Kept(peak=4, num_bytes=4, back=1, backward_peak=0)
     away = replace(whole, away=3, send_s=3.0, fetch_s=3.0)
     return ChainBlock(1, 0, 1, 1, whole, 4, 4, 0, 1.0, 1.0, 2.0, away={"host": away})
+
+
+COMPILED: dict[str, tuple[RecomputeConfig, Segments | None]] = {
+    "offload": (RecomputeConfig("offload"), None),
+    "compressed": (RecomputeConfig("compressed"), None),
+    "budget": (BUDGET, (Away(1, "host"), (1,), Away(2, "host"), Away(1, "compressed"), 1)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_waits_elsewhere_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks save what their graphs say, and that waits: the same to the bit, and less is kept."""
+    graphs: list[Any] = []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=_noting(graphs)))
+    torch.manual_seed(0)
+    model, loss = decoder("gpt2")
+    again, (config, segments) = copy.deepcopy(model), COMPILED[name]
+    apply_recompute(again, config, segments=segments)
+    kept, compiled = [], []
+    for one in (model, again):
+        torch.compiler.reset()
+        graphs.clear()
+        compile_blocks(blocks_of(one))
+        loss(one).backward()
+        for parameter in one.parameters():
+            parameter.grad = None
+        with MemoryAccount() as account:
+            before = account.current_bytes
+            value = loss(one)
+            kept.append(account.current_bytes - before)
+            value.backward()
+        compiled.append(len(graphs))
+    assert 0 < compiled[0] <= compiled[1]
+    for expected, found in zip(model.parameters(), again.parameters(), strict=True):
+        assert expected.grad is not None
+        assert found.grad is not None
+        assert torch.equal(expected.grad, found.grad)
+    assert name == "compressed" or kept[1] < 0.8 * kept[0]
+
+
+def _noting(graphs: list[Any]) -> Any:
+    return lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs)
