@@ -74,7 +74,7 @@ class Sizes:
 def sizes_of(options: Options) -> Sizes:
     if options.quick:
         return Sizes(3, 32, 2, 64, steps=2, few=2, seeds=1)
-    return Sizes(6, 128, 8, 128, steps=150, few=20, seeds=2)
+    return Sizes(6, 128, 8, 128, steps=80, few=20, seeds=2)
 
 
 def models(sizes: Sizes) -> dict[str, DecoderConfig]:

@@ -79,13 +79,12 @@ def chain() -> Chain:
     return estimate_chain(make(), loss, ALONE, ParallelConfig(recompute=BUDGET), SPEED, lines=FAST)
 
 
-def measured(segments: Segments, layers: int = 6, **options: Any) -> tuple[int, float]:
+def measured(segments: Segments, recompute: RecomputeConfig = BUDGET, layers: int = 6) -> int:
+    """The peak of a step."""
     make, loss, fill = wide_gpt(layers=layers)
-    parallel = ParallelConfig(recompute=BUDGET, **options)
     with start("cpu") as runtime:
-        mesh = runtime.mesh(MeshConfig())
-        peak, _ = accounted_step(make(), loss, mesh, parallel, 1, ModelPlan(recompute=segments), fill)
-    return peak, 0.0
+        given = runtime.mesh(MeshConfig()), ParallelConfig(recompute=recompute), 1, ModelPlan(recompute=segments), fill
+        return accounted_step(make(), loss, *given)[0]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def measured(segments: Segments, layers: int = 6, **options: Any) -> tuple[int, 
     ids=str,
 )
 def test_the_simulator_knows_what_a_step_takes(chain: Chain, segments: Segments) -> None:
-    assert simulate(chain, segments).peak_bytes == pytest.approx(measured(segments)[0], rel=0.01)
+    assert simulate(chain, segments).peak_bytes == pytest.approx(measured(segments), rel=0.01)
 
 
 def test_the_plan_sends_where_copies_are_fast_and_runs_again_where_they_are_slow(chain: Chain) -> None:
@@ -118,7 +117,8 @@ def test_the_plan_sends_where_copies_are_fast_and_runs_again_where_they_are_slow
         assert any(isinstance(item, Away) for item in middle.segments) == (lines is FAST), middle.segments
 
 
-def test_budgets_are_kept_and_more_is_never_slower(chain: Chain) -> None:
+@pytest.mark.parametrize("num_budgets", [3, pytest.param(20, marks=pytest.mark.soak)])
+def test_budgets_are_kept_and_more_is_never_slower(chain: Chain, num_budgets: int) -> None:
     """Measured steps, each budget's peak that of its plan."""
     make, loss, _ = wide_gpt(layers=6)
     ends = [choice.peak_bytes for choice in frontier(replace(chain, lines=FAST))]
@@ -126,11 +126,12 @@ def test_budgets_are_kept_and_more_is_never_slower(chain: Chain) -> None:
     without = frontier(replace(chain, blocks=tuple(replace(of, away={}) for of in chain.blocks)))
     before = float("inf")
     sent = 0
-    for budget in (least, (least + most) // 2, most):
+    for index in range(num_budgets):
+        budget = least + (most - least) * index // (num_budgets - 1)
         recompute = RecomputeConfig("budget", budget=str(budget), host="1GiB")
         given = make(), loss, ALONE, ParallelConfig(recompute=recompute), SPEED
         found = choose_segments(*given, lines=FAST)
-        taken, _ = measured(found.segments)
+        taken = measured(found.segments)
         assert taken <= budget
         assert taken == pytest.approx(found.peak_bytes, rel=0.01)
         assert found.step.seconds <= before
@@ -160,6 +161,18 @@ def test_a_cpu_sends_nothing_to_itself_unless_it_is_told_to() -> None:
         staged = ParallelConfig(recompute=replace(BUDGET, **{name: value}), pipeline=PipelineConfig("gpipe"))
         with pytest.raises(UserError, match=rf"recompute\.{name}={value} with recompute\.mode=budget and stages"):
             staged.check_pipeline(2)
+
+
+def test_numbers_in_few_bits_are_foreseen() -> None:
+    """The plan may round where `recompute.bits` says so."""
+    make, loss, _ = wide_gpt(layers=4)
+    recompute = replace(BUDGET, bits=8)
+    chain = estimate_chain(make(), loss, ALONE, ParallelConfig(recompute=recompute), SPEED, lines={})
+    assert set(chain.blocks[0].away) == {"compressed"}
+    segments: Segments = ((1,), Away(2, "compressed"), 1)
+    assert simulate(chain, segments).peak_bytes == pytest.approx(measured(segments, recompute, 4), rel=0.02)
+    assert simulate(chain, segments).peak_bytes < simulate(chain, ((1,), 3)).peak_bytes
+    assert any(isinstance(item, Away) for choice in frontier(chain) for item in choice.segments)
 
 
 def test_copies_that_run_beside_take_what_they_are_longer_by() -> None:
