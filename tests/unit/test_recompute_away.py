@@ -24,7 +24,7 @@ from core.placement.table import ModelPlan
 from core.runtime import start
 from core.trace.account import MemoryAccount
 from core.trace.chain import Chain, ChainBlock, Kept, Line, simulate
-from core.trace.machine import Bandwidth
+from core.trace.machine import Bandwidth, Speed
 from core.trace.segments import Away, Form, Lean, Segments, check_segments, of_blocks, runs_of
 from core.train.segments import choose_segments, described, lines_of, within
 from tests.support.accounted import accounted_step
@@ -167,7 +167,8 @@ def test_numbers_in_few_bits_are_foreseen() -> None:
     """The plan may round where `recompute.bits` says so."""
     make, loss, _ = wide_gpt(layers=4)
     recompute = replace(BUDGET, bits=8)
-    chain = estimate_chain(make(), loss, ALONE, ParallelConfig(recompute=recompute), SPEED, lines={})
+    slow = Speed(1e10, 1e12)  # computing again is slower than a pass over memory
+    chain = estimate_chain(make(), loss, ALONE, ParallelConfig(recompute=recompute), slow, lines={})
     assert set(chain.blocks[0].away) == {"compressed"}
     segments: Segments = ((1,), Away(2, "compressed"), 1)
     assert simulate(chain, segments).peak_bytes == pytest.approx(measured(segments, recompute, 4), rel=0.02)
