@@ -6,41 +6,57 @@ of tokens, in fp32 on a CPU, with AdamW, once in each form:
 none              everything is kept
 full              the input of each block is kept, and the block computed again
 offload           `core.parallel.offload`: on the host
+disk              `core.parallel.drive`: on a drive
 compressed        `core.parallel.encoded` without loss
 compressed, bits  8 and 4 bits a number
+budget            what the plan chooses of each block, kept, computed again, on the host or encoded, in the mean of what
+                  `none` and `offload` take
 
-peak       bytes of all tensors that are alive at once in a forward and backward, counted (`core.trace.account`)
-host       most bytes on the host at once
+peak       bytes of all tensors that are alive at once in a step, counted (`core.trace.account`)
+planned    the same, as `megalith llm plan` says before
+host       most bytes on the host at once, or on the drive
 gradient   |g - g0| / |g0| over all parameters, of the first step, g0 that of `none`
-loss       mean of the last tenth of the steps; what the mean of `none` differs by from other seeds' is the noise
-step       seconds, the median
+loss       mean of the last tenth of the steps, of the forms that are not exact, and of `none`; what the mean of `none`
+           differs by from other seeds' is the noise. Of the exact ones a few steps are compared with those of `none`
+step       seconds of forwards and backwards, the median
 """
 
 import statistics
 import sys
+import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.result import Measured, Number, Row, Target
+from benchmarks.result import ROOT, Measured, Number, Row, Target
 from benchmarks.run import Benchmark, Options, main
+from core.compose import ParallelConfig, parallelize
 from core.config import run_command
+from core.estimate import RunShape, decoder_shape, estimate_memory
+from core.mesh import MeshConfig
 from core.models.decoder import Decoder, DecoderConfig, initialise
+from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.drive import OnDrive
 from core.parallel.offload import Offloaded
-from core.parallel.recompute import RecomputeConfig, apply_recompute
+from core.parallel.plan import blocks_of
+from core.parallel.recompute import RecomputeConfig
+from core.parallel.recompute_chain import RecomputedChain
+from core.placement.table import ModelPlan
+from core.runtime import Runtime, start
 from core.trace.account import MemoryAccount
+from core.trace.machine import Speed, bandwidth_of
+from core.trace.segments import Segments
+from core.train.segments import choose_segments, lines_of
 
-FORMS = {
-    "none": RecomputeConfig(),
-    "full": RecomputeConfig("full"),
-    "offload": RecomputeConfig("offload"),
-    "compressed": RecomputeConfig("compressed"),
-    "compressed, 8 bits": RecomputeConfig("compressed", bits=8),
-    "compressed, 4 bits": RecomputeConfig("compressed", bits=4),
-}
-EXACT = ("full", "offload", "compressed")
+EXACT = ("full", "offload", "disk", "compressed", "budget")
+WITHIN = 0.05
+"""Of the plan's peak, what the counted one may differ by."""
+SPEED = Speed(1e11, 1e10)
 VOCABULARY = 64
 
 
@@ -51,13 +67,14 @@ class Sizes:
     rows: int
     length: int
     steps: int
+    few: int
     seeds: int
 
 
 def sizes_of(options: Options) -> Sizes:
     if options.quick:
-        return Sizes(2, 32, 2, 32, steps=2, seeds=1)
-    return Sizes(6, 128, 8, 128, steps=300, seeds=3)
+        return Sizes(3, 32, 2, 64, steps=2, few=2, seeds=1)
+    return Sizes(6, 128, 8, 128, steps=80, few=20, seeds=2)
 
 
 def models(sizes: Sizes) -> dict[str, DecoderConfig]:
@@ -100,9 +117,60 @@ def batches(sizes: Sizes, seed: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How a run keeps what its backward needs, and the peak that the plan says."""
+
+    recompute: RecomputeConfig
+    planned_bytes: int
+    segments: Segments | None = None
+
+
+def forms(config: DecoderConfig, sizes: Sizes, folder: Path) -> dict[str, Form]:
+    """By name; that of the budget last."""
+
+    def planned(recompute: RecomputeConfig) -> Form:
+        shape = RunShape(
+            recompute=recompute.mode,
+            recompute_bits=recompute.bits,
+            microbatch_size=sizes.rows,
+            sequence_length=sizes.length,
+            optimizer=OptimConfig(),
+        )
+        return Form(recompute, estimate_memory(decoder_shape(config, device_type="cpu"), shape).peak_bytes)
+
+    found = {
+        "none": planned(RecomputeConfig()),
+        "full": planned(RecomputeConfig("full")),
+        "offload": planned(RecomputeConfig("offload")),
+        "disk": planned(RecomputeConfig("offload", disk=folder)),
+        "compressed": planned(RecomputeConfig("compressed")),
+        "compressed, 8 bits": planned(RecomputeConfig("compressed", bits=8)),
+        "compressed, 4 bits": planned(RecomputeConfig("compressed", bits=4)),
+    }
+    budget = (found["none"].planned_bytes + found["offload"].planned_bytes) // 2
+    return found | {"budget": in_budget(config, sizes, budget)}
+
+
+def in_budget(config: DecoderConfig, sizes: Sizes, budget: int) -> Form:
+    """What the plan chooses, by this machine's copies."""
+    recompute = RecomputeConfig("budget", budget=str(budget), host="1GiB")
+    with torch.device("meta"):
+        model = Decoder(config)
+
+    def loss(model: nn.Module) -> Tensor:
+        ids = torch.zeros(sizes.rows, sizes.length, dtype=torch.int64)
+        return model(ids, targets=ids)
+
+    lines = lines_of(recompute, "cpu", bandwidth_of(torch.device("cpu"), 1))
+    alone, parallel = MeshConfig().resolve(1), ParallelConfig(recompute=recompute)
+    found = choose_segments(model, loss, alone, parallel, SPEED, optimizer=OptimConfig(), lines=lines)
+    return Form(recompute, found.peak_bytes, found.segments)
+
+
+@dataclass(frozen=True)
 class Run:
     peak_bytes: int
-    host_bytes: int
+    away_bytes: int
     gradient: Tensor
     losses: list[float]
     step_s: float
@@ -112,58 +180,82 @@ class Run:
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
 
 
-def run(config: DecoderConfig, form: RecomputeConfig, sizes: Sizes, seed: int) -> Run:
+def run(runtime: Runtime, config: DecoderConfig, form: Form, sizes: Sizes, seed: int, steps: int) -> Run:
+    """The second step is the one that is counted: the optimizer has its state then."""
     with torch.device("meta"):
         model = Decoder(config)
-    initialise(model.to_empty(device="cpu"), seed)
-    blocks = apply_recompute(model, form)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    given = ParallelConfig(recompute=form.recompute), ModelPlan(recompute=form.segments)
+    mesh = runtime.mesh(MeshConfig())
+    spread = parallelize(model, mesh, *given, materialise=lambda model: initialise(model, seed))
+    optimizer = build_optimizer(OptimConfig(lr=3e-3), spread.masters)
     losses, seconds, peak = [], [], 0
     gradient = torch.zeros(0)
-    for step, ids in enumerate(batches(sizes, seed)):
-        if step == 0:
-            with MemoryAccount() as account:
-                account.add(model.parameters())
-                loss = model(ids, targets=ids)
-                loss.backward()
-            peak = account.peak_bytes
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        else:
+    for step, ids in enumerate(batches(sizes, seed)[:steps]):
+        account = MemoryAccount()
+        with account if step == 1 else nullcontext():
+            if step == 1:
+                account.add(spread.masters.values())
+                account.add(value for state in optimizer.state.values() for value in state.values())
             begin = time.perf_counter()
-            loss = model(ids, targets=ids)
-            loss.backward()
+            loss = spread.run(range(1), lambda _, ids=ids: spread.model(ids, targets=ids))
             seconds.append(time.perf_counter() - begin)
-        losses.append(loss.item() / ids.numel())
-        optimizer.step()
-        optimizer.zero_grad()
-    host = blocks.tier.peak_bytes if isinstance(blocks, Offloaded) else 0
-    return Run(peak, host, gradient, losses, statistics.median(seconds))
+            spread.reduce()
+            if step == 0:
+                gradient = torch.cat([m.grad.flatten() for m in spread.masters.values() if m.grad is not None])
+            optimizer.step()
+            spread.release()
+            spread.publish()
+        peak = max(peak, account.peak_bytes)
+        losses.append(float(loss) / ids.numel())
+    return Run(peak, _away_bytes(spread.model), gradient, losses, statistics.median(seconds[2:] or seconds))
+
+
+def _away_bytes(model: nn.Module) -> int:
+    """The most that ever waited elsewhere."""
+    forward = blocks_of(model)[0].forward
+    owner = forward.func.__self__ if isinstance(forward, partial) and hasattr(forward.func, "__self__") else None
+    stores = owner.stores.values() if isinstance(owner, RecomputedChain) else [owner]
+    return sum(store.tier.peak_bytes for store in stores if isinstance(store, Offloaded | OnDrive))
 
 
 def measure(options: Options) -> Measured:
-    sizes, figures, targets = sizes_of(options), [], []
+    sizes = sizes_of(options)
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="activations-", dir=ROOT / "runs") as folder:
+        # Plans pretend ranks, which there must not be yet.
+        planned = {name: forms(config, sizes, Path(folder)) for name, config in models(sizes).items()}
+        with start("cpu") as runtime:
+            return _measured(runtime, sizes, planned, options)
+
+
+def _measured(runtime: Runtime, sizes: Sizes, planned: dict[str, dict[str, Form]], options: Options) -> Measured:
+    figures, targets = [], []
     for name, config in models(sizes).items():
-        plain = [run(config, FORMS["none"], sizes, seed) for seed in range(sizes.seeds)]
-        for form, how in FORMS.items():
-            found = plain if form == "none" else [run(config, how, sizes, seed) for seed in range(sizes.seeds)]
+        plain: list[Run] = []
+        for form, how in planned[name].items():
+            steps, seeds = (sizes.few, 1) if form in EXACT else (sizes.steps, sizes.seeds)
+            found = [run(runtime, config, how, sizes, seed, steps) for seed in range(seeds)]
+            plain = plain or found
             error = max(float((a.gradient - b.gradient).norm() / b.gradient.norm()) for a, b in zip(found, plain))
-            loss, wanted = (statistics.fmean(one.loss for one in runs) for runs in (found, plain))
-            figures.append(
-                Row(
-                    {"model": name, "form": form},
-                    {
-                        "peak": Number(found[0].peak_bytes / 2**20, "MiB"),
-                        "host": Number(found[0].host_bytes / 2**20, "MiB"),
-                        "gradient": Number(error, "of its norm"),
-                        "loss": Number(loss, "nats"),
-                        "beyond none": Number(loss - wanted, "nats"),
-                        "step": Number(statistics.median(one.step_s for one in found), "s"),
-                    },
-                )
-            )
+            numbers = {
+                "peak": Number(found[0].peak_bytes / 2**20, "MiB"),
+                "planned": Number(how.planned_bytes / 2**20, "MiB"),
+                "host": Number(found[0].away_bytes / 2**20, "MiB"),
+                "gradient": Number(error, "of its norm"),
+                "step": Number(statistics.median(one.step_s for one in found), "s"),
+            }
+            if form not in EXACT:
+                loss, wanted = (statistics.fmean(one.loss for one in runs) for runs in (found, plain))
+                numbers |= {"loss": Number(loss, "nats"), "beyond none": Number(loss - wanted, "nats")}
+            figures.append(Row({"model": name, "form": form}, numbers))
             options.kept(figures[-1])
+            off = abs(found[0].peak_bytes / how.planned_bytes - 1)
+            said = f"{name}: the peak of {form} within {WITHIN:.0%} of the plan's"
+            targets.append(Target(said, 1.0, WITHIN / max(off, 1e-9) if off > WITHIN else 1.0))
             if form in EXACT:
-                same = all(a.losses == b.losses and torch.equal(a.gradient, b.gradient) for a, b in zip(found, plain))
+                same = all(
+                    a.losses == b.losses[:steps] and torch.equal(a.gradient, b.gradient) for a, b in zip(found, plain)
+                )
                 targets.append(Target(f"{name}: losses of {form} are those of none, to the bit", 1.0, float(same)))
     return Measured(tuple(figures), tuple(targets), notes(sizes))
 
@@ -171,7 +263,8 @@ def measure(options: Options) -> Measured:
 def notes(sizes: Sizes) -> tuple[str, ...]:
     return (
         f"decoders of {sizes.layers} blocks, width {sizes.dim}, {sizes.rows} x {sizes.length} tokens, {sizes.steps} "
-        f"steps, {sizes.seeds} seeds; peaks are of parameters, gradients and activations together.",
+        f"steps, {sizes.seeds} seeds; exact forms {sizes.few} steps of one. Peaks are of all that a step has: "
+        "parameters, gradients, optimizer state, activations.",
         "On a CPU copies to the host are made at once; on a GPU they are made beside computing.",
     )
 
@@ -181,9 +274,15 @@ BENCHMARK = Benchmark(
     "Activations on the host or in fewer bytes: memory, gradients and loss",
     measure,
     measures=(
+        "core/auto/checkpointing.py",
+        "core/estimate/chain.py",
+        "core/estimate/memory.py",
+        "core/parallel/drive.py",
         "core/parallel/encoded.py",
         "core/parallel/offload.py",
+        "core/parallel/recompute_chain.py",
         "core/parallel/stored.py",
+        "core/trace/chain.py",
         "core/comm/block_code.py",
         "benchmarks/activations.py",
     ),

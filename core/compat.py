@@ -239,6 +239,11 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled_call(module) is not None or "_orig_mod" in module._modules
 
 
+def may_compile() -> bool:
+    """Whether torch's tracer is there, which loads when something is compiled and takes a second."""
+    return "torch._dynamo" in sys.modules
+
+
 def follows_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether hooks run at each of an optimizer's steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

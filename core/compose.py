@@ -15,7 +15,8 @@ every rank knows its shard, so no rank ever holds a model that was not meant for
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from core.compat import allow_graphs
 from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.replicas import GeminiReplicas
+from core.gemini.scratch import scratch_file
 from core.mesh import (
     EXPERT_AXIS,
     Zero,
@@ -256,6 +258,12 @@ class ParallelConfig:
                 f"{given}.schedule={self.pipeline.schedule}: it reckons with one version of the weights; "
                 "use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
             )
+        for name in ("host", "disk", "bits"):
+            if (value := getattr(self.recompute, name)) is not None:
+                raise UserError(
+                    f"recompute.{name}={value} with recompute.mode=budget and stages: of them nothing waits elsewhere; "
+                    "leave it out, or use --recompute.mode offload or compressed"
+                )
         if self.pipeline.cost == "measured" and not self.pipeline.split:
             raise UserError(
                 f"{given}.cost=measured: what is computed again is chosen before the blocks are timed; leave the cost "
@@ -328,7 +336,9 @@ def cut(
         table = placement(model, None, mesh, config.zero, stages=split, gemini=gemini) | table  # what it has added
     in_parts = stages is not None and SCHEDULES[config.pipeline.schedule].splits_backward
     lengths = None if split is None else [len(blocks) for blocks in split.ranges]
-    given = {"segments": plan.recompute, "lengths": lengths, "single": config.zero == 3}
+    given: dict[str, Any] = {"segments": plan.recompute, "lengths": lengths, "single": config.zero == 3}
+    if config.recompute.disk is not None:
+        given["drive"] = partial(scratch_file, config.recompute.disk, "recompute.disk")
     apply_recompute(model, config.recompute, in_parts=in_parts, **given)
     if config.compile:
         compile_blocks(blocks_of(model))

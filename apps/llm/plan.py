@@ -180,8 +180,9 @@ def _show(config: LLMPlanConfig, given: set[str], console: Console) -> None:
     memory = estimate_memory(model, run)
     console.print(_table(config, check_combination(config), model.num_parameters(), memory.table()))
     if (host_bytes := host_activations_bytes(model, run)) > 0:
+        where = "host" if config.recompute.disk is None else "drive"
         console.print(
-            f"{in_words(host_bytes)} of activations on the host; each microbatch's go there and come back once"
+            f"{in_words(host_bytes)} of activations on the {where}; each microbatch's go there and come back once"
         )
     if config.model.moe.num_experts:
         console.print(f"{model.num_matmul_parameters:,} parameters multiply a token")

@@ -128,7 +128,7 @@ class Folder:
         self._current: str | None = None  # the file of this process
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _require_drive(path)
+            require_drive(path, f"gemini.disk={path.parent}")
             self._stack.enter_context(hold(path, "--gemini.disk"))
         except OSError as error:
             raise UserError(
@@ -195,8 +195,11 @@ class Folder:
         self._stack.close()
 
 
-def _require_drive(path: Path) -> None:
-    """Raises UserError for a folder whose files lie in the host's memory."""
+def require_drive(path: Path, given: str) -> None:
+    """Raises UserError for a folder whose files lie in the host's memory.
+
+    given  the option that gave it, with its value
+    """
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -207,6 +210,6 @@ def _require_drive(path: Path) -> None:
         fields, _, behind = line.partition(" - ")
         if fields.split()[2] == number and behind.split()[0] in IN_MEMORY:
             raise UserError(
-                f"gemini.disk={path.parent} lies in memory ({behind.split()[0]}): what is to leave the host would stay "
-                "there; give a folder on a drive"
+                f"{given} lies in memory ({behind.split()[0]}): what is to leave the host would stay there; give a "
+                "folder on a drive"
             )

@@ -31,21 +31,23 @@ class HostTier:
 
     held_bytes, peak_bytes       that hold something now; the most there ever were
     sent_bytes, fetched_bytes    copied to the host so far, and back
+    paged                        places begin at a page, as a drive wants them
     """
 
-    def __init__(self) -> None:
+    def __init__(self, paged: bool = False) -> None:
+        self.paged = paged
         self.held_bytes = self.peak_bytes = self.sent_bytes = self.fetched_bytes = 0
-        self._lines: dict[torch.device, _Lines] = {}
-        self._free: OrderedDict[int, list[_Place]] = OrderedDict()  # by size, the one used last at the end
+        self._lines: dict[torch.device, Lines] = {}
+        self._free: OrderedDict[int, list[Place]] = OrderedDict()  # by size, the one used last at the end
         self._free_bytes = 0
 
-    def lines(self, device: torch.device) -> "_Lines":
+    def lines(self, device: torch.device) -> "Lines":
         if device not in self._lines:
             streams = DeviceStreams(device)
-            self._lines[device] = _Lines(streams, streams.another(), streams.another())
+            self._lines[device] = Lines(streams, streams.another(), streams.another())
         return self._lines[device]
 
-    def take(self, num_bytes: int, pinned: bool) -> "_Place":
+    def take(self, num_bytes: int, pinned: bool) -> "Place":
         """A place for so many bytes."""
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -56,18 +58,18 @@ class HostTier:
         while self._free and self._free_bytes + self.held_bytes > 2 * self.peak_bytes:
             size, old = self._free.popitem(last=False)
             self._free_bytes -= size * len(old)
-        return _Place(host_empty(num_bytes, torch.uint8, pinned))
+        return Place(host_empty(num_bytes, torch.uint8, pinned, self.paged))
 
-    def give(self, place: "_Place", event: torch.cuda.Event | None) -> None:
+    def give(self, place: "Place", event: torch.cuda.Event | None) -> None:
         """Nobody will read it any more once the event has happened."""
         num_bytes = place.memory.nbytes
         self.held_bytes -= num_bytes
         self._free_bytes += num_bytes
-        self._free.setdefault(num_bytes, []).append(_Place(place.memory, event))
+        self._free.setdefault(num_bytes, []).append(Place(place.memory, event))
         self._free.move_to_end(num_bytes)
 
 
-class _Lines(NamedTuple):
+class Lines(NamedTuple):
     """Between the host and a device."""
 
     streams: DeviceStreams
@@ -75,7 +77,7 @@ class _Lines(NamedTuple):
     fetching: torch.cuda.Stream | None
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """free: when it is read no more, by whoever had it before"""
 
     memory: Tensor
@@ -91,7 +93,7 @@ class _OnHost(Stored):
         self.tier, self._num_elements, self._num_bytes = tier, self.flat.numel(), self.flat.nbytes
         self._nothing = self.flat.new_empty(0)  # of its dtype, on its device
         self._lines = tier.lines(x.device)
-        self._place: _Place | None = None
+        self._place: Place | None = None
         self._sent: torch.cuda.Event | None = None
         self._fetched: torch.cuda.Event | None = None
         self._arrives = False
@@ -105,7 +107,7 @@ class _OnHost(Stored):
             self.tier.held_bytes += self._num_bytes
             self.tier.peak_bytes = max(self.tier.peak_bytes, self.tier.held_bytes)
             return
-        with _unseen(streams):
+        with unseen(streams):
             self._place = self.tier.take(self._num_bytes, streams.on_cuda)
             computed = streams.mark()
             with streams.inside(sending):
@@ -129,7 +131,7 @@ class _OnHost(Stored):
         if self._place is None:
             return
         streams, _, fetching = self._lines
-        with _unseen(streams), torch.no_grad():
+        with unseen(streams), torch.no_grad():
             free = streams.mark()
             with streams.inside(fetching):
                 streams.wait(free)
@@ -161,7 +163,7 @@ class _OnHost(Stored):
             self._lines.streams.wait(self._sent)
 
 
-def _unseen(streams: DeviceStreams) -> AbstractContextManager[object]:
+def unseen(streams: DeviceStreams) -> AbstractContextManager[object]:
     """Inside, accounts of a CPU do not take the host's memory for the device's."""
     return nullcontext() if streams.on_cuda else without_modes()
 

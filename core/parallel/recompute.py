@@ -5,7 +5,8 @@
     selective   keep matrix products and convolutions, compute again what is cheap and large: attention, norms,
                 activations (Korthikanti et al. 2022, section 5)
 
-    offload     keep what blocks save on the host, and fetch it a block ahead (`core.parallel.offload`)
+    offload     keep what blocks save on the host, or with `disk` on a drive, and fetch it a block ahead
+                (`core.parallel.offload`, `core.parallel.drive`)
     compressed  keep it in fewer bytes, without loss, or, with `bits`, in few bits a number (`core.parallel.encoded`)
 
 `every` n does so with one block of n, the first, the (n+1)-th, … and leaves the others as they are. The last two
@@ -19,15 +20,17 @@ And over several blocks (`core.trace.segments`, `core.parallel.recompute_chain`)
                 keeps its input, results, or everything, there, on the host or in fewer bytes; handed in as segments
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core.config import UserError, size_in_bytes
+from core.parallel.drive import DiskTier, Drive, OnDrive
 from core.parallel.encoded import Compressed
 from core.parallel.offload import Offloaded
 from core.parallel.pipeline.recompute import Contexts, checkpoint_once
@@ -58,6 +61,9 @@ class RecomputeConfig:
     host: str | None = None
     """with mode budget: host memory of a rank for activations that wait there, such as 16GiB. None: as much as they
     take, and where the device is a CPU, whose memory it is, none"""
+    disk: Path | None = None
+    """folder on a drive for activations: with mode offload all of them wait there, with mode budget those that the plan
+    sends there"""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -95,6 +101,8 @@ class RecomputeConfig:
         if self.mode != "budget":
             for name in ("budget", "host"):
                 found[name] = f"with recompute.mode={self.mode}, which keeps to none; give --recompute.mode budget"
+        if self.mode not in ("offload", "budget"):
+            found["disk"] = f"with recompute.mode={self.mode}, which sends nothing there; give --recompute.mode offload"
         if self.mode not in ("compressed", "budget"):
             found["bits"] = f"with recompute.mode={self.mode}, which rounds nothing; give --recompute.mode compressed"
         return found
@@ -108,6 +116,7 @@ def apply_recompute(
     segments: Segments | None = None,
     lengths: Sequence[int] | None = None,
     single: bool = False,
+    drive: Callable[[], Drive] | None = None,
 ) -> RecomputedChain | StoredBlocks | None:
     """Wrap the forward of the model's blocks, which stays as `recomputed_forward`; names and parameters stay.
 
@@ -115,6 +124,7 @@ def apply_recompute(
     segments  those of mode budget, of all blocks
     lengths   of the runs of blocks that feed one another; by default of the model's module lists
     single    in the backward of a block the parameters of no other are there, so that no segment may be of several
+    drive     makes the file of `config.disk`, when something is sent there
 
     Returns the chain of a mode that goes over several blocks, or the blocks that store what they save.
 
@@ -144,10 +154,15 @@ def apply_recompute(
             "host": Offloaded([]),
             "compressed": Compressed([], config.bits, foreseen=True),
         }
+        if (disk := _disk(config, drive)) is not None:
+            stores["disk"] = OnDrive([], disk)
         return RecomputedChain(blocks, segments, stores)
     if config.stored:
         chosen = blocks_of(model)[:: config.every]
-        return Offloaded(chosen) if config.mode == "offload" else Compressed(chosen, config.bits)
+        if config.mode == "compressed":
+            return Compressed(chosen, config.bits)
+        disk = _disk(config, drive)
+        return Offloaded(chosen) if disk is None else OnDrive(chosen, disk)
     if config.mode == "selective":
         again = partial(again, context_fn=_products_kept)
     for block in blocks_of(model)[:: config.every]:
@@ -158,6 +173,15 @@ def apply_recompute(
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return getattr(block, RECOMPUTED)(*args, **kwargs)
+
+
+def _disk(config: RecomputeConfig, drive: Callable[[], Drive] | None) -> DiskTier | None:
+    if config.disk is None:
+        return None
+    name = f"recompute.disk={config.disk}"
+    if drive is None:
+        raise UserError(f"{name}: nobody opens files here; leave it out")
+    return DiskTier(name, drive)
 
 
 def _products_kept() -> Contexts:

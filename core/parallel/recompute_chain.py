@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
+from core.parallel.drive import OnDrive
 from core.parallel.offload import Offloaded
 from core.parallel.pipeline.recompute import Places, Surroundings, check_given, versions_of
 from core.parallel.plan import RECOMPUTED, blocks_of
@@ -134,7 +135,7 @@ class RecomputedChain:
     def bytes_away(self, form: Form = "host") -> int:
         """Bytes that have been stored there so far."""
         store = self.stores.get(form)
-        return store.tier.sent_bytes if isinstance(store, Offloaded) else 0
+        return store.tier.sent_bytes if isinstance(store, Offloaded | OnDrive) else 0
 
     def _tell(self, what: str, index: int, passed: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         if self.observe is not None:

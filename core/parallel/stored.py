@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from core.compat import FakeTensor, own_part
+from core.compat import FakeTensor, may_compile, own_part, uncompiled
 from core.parallel.plan import RECOMPUTED
 from core.trace.tracer import tensors_in
 
@@ -128,7 +128,8 @@ class StoredBlocks:
     ) -> "tuple[Any, Call]":
         """Run the block's own forward, and store what it saves; the rest is up to the caller: see `let_go`."""
         call = Call(self, index, block, before, list(tensors_in((args, kwargs))))
-        with saved_tensors_hooks(call.leave, _taken):
+        hooks = (call.leave_uncompiled, _taken_uncompiled) if may_compile() else (call.leave, _taken)
+        with saved_tensors_hooks(*hooks):
             outputs = getattr(block, RECOMPUTED)(*args, **kwargs)
         for stored in call.alive():
             stored.block_ended()
@@ -181,6 +182,10 @@ class Call:
         self.all.append(ref(stored))
         return _View(self, stored, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
+    @uncompiled
+    def leave_uncompiled(self, x: Tensor) -> Any:
+        return self.leave(x)
+
     def _is_living(self, x: Tensor, storage: UntypedStorage) -> bool:
         if id(storage) in self._living:
             return True
@@ -216,6 +221,11 @@ class Call:
         """Let its values come, what was saved last first."""
         for stored in _alive(reversed(self.all)):
             stored.comes_next()
+
+
+@uncompiled
+def _taken_uncompiled(kept: Any) -> Tensor:
+    return _taken(kept)
 
 
 def _taken(kept: Any) -> Tensor:

@@ -62,10 +62,13 @@ def lines_of(recompute: RecomputeConfig, kind: str, link: Bandwidth) -> dict[For
 
     kind  cpu or cuda, of the device. The memory of a CPU is its host's: nothing goes there unless an option says how
           much may
+    link  with the drive of `recompute.disk`, if there is one
     """
     found: dict[Form, Line] = {}
     if kind != "cpu" or recompute.host is not None:
         found["host"] = Line(link.to_host, link.to_device, overlaps=kind != "cpu")
+    if recompute.disk is not None:
+        found["disk"] = Line(min(link.to_host, link.disk_write), min(link.to_device, link.disk_read), overlaps=True)
     return found
 
 

@@ -40,6 +40,7 @@ def late(
 
 
 FULL, SELECTIVE = RecomputeConfig("full"), RecomputeConfig("selective", every=2)
+OFFLOAD, COMPRESSED = RecomputeConfig("offload"), RecomputeConfig("compressed")
 TWO, HYBRID = MeshConfig(pp=2), MeshConfig(pp=2, dp_replicate=2, dp_shard=2)
 CASES = {
     "2": (2, Case(deep(GPT2), **late(), batch=11, steps=7)),
@@ -112,6 +113,8 @@ LONG = {
         ("4-sgd-rows", 4, deep(LLAMA), late(4, **options), 13, {"microbatch": 4, "optim": "sgd", "batch": 11}),
         ("3-sgd", 3, deep(GPT2), late(3, **options), 10, {"optim": "sgd", "batch": 11}),
         ("2-selective", 2, deep(BLOOM), late(recompute=SELECTIVE, **options), 7, {"microbatch": 5}),
+        ("2-offload", 2, deep(LLAMA), late(recompute=OFFLOAD, **options), 7, {"batch": 11}),
+        ("2-compressed", 2, deep(OPT), late(recompute=COMPRESSED, **options), 7, {"microbatch": 5}),
         ("2-topk", 2, deep(TOPK), late(**options), 7, {"batch": 11}),
         ("3-topk-accumulated", 3, deep(TOPK), late(3, **options | {"microbatches": 2}), 9, {"batch": 11}),
         ("2x2-zero1-muon", 4, deep(LLAMA, 3), late(zero=1, **options), 7, {"optim": "muon"}),
@@ -121,6 +124,10 @@ LONG = {
         ("8", 8, deep(GPT2, 9), late(8, **options), 25, {}),
         ("4x2-zero1", 8, deep(GPT2), late(4, zero=1, **options | {"microbatches": 2}), 13, {}),
     )
+}
+LONG |= {
+    "2-offload": (2, Case(deep(LLAMA), **late(recompute=OFFLOAD), batch=11, steps=7)),
+    "2-compressed": (2, Case(deep(OPT), **late(microbatches=None, recompute=COMPRESSED), microbatch=5, steps=7)),
 }
 LONG |= {
     f"{name}-replicas-{case}": (size, Case(model, **made | {"mesh": mesh}, steps=steps, **more))

@@ -260,10 +260,16 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "2-gemini": (2, TEXT | {"zero": 3, "budget": "4.1MB"}),
     "2-lora-zero2": (2, TEXT | {"lora": LORA, "zero": 2}),
     "2-zero0-recomputed": (2, {"recompute": RecomputeConfig("selective")}),
+    "2-zero0-offloaded": (2, {"recompute": RecomputeConfig("offload")}),
+    "2-zero3-compressed": (2, TEXT | {"zero": 3, "recompute": RecomputeConfig("compressed"), "microbatch": 3}),
     "4-zero3-accumulated": (4, TEXT | {"zero": 3, "microbatch": 1}),
     "4-gemini-copies": (4, {"budget": "1.8MB", "recompute": RecomputeConfig("full", every=2)}),
 }
 _WANTED: dict[Case, dict[str, Any]] = {}
+
+
+def _recomputed(config: RecomputeConfig) -> str:
+    return "none" if config.stored else config.mode
 
 
 FACTORS = {
@@ -272,7 +278,7 @@ FACTORS = {
         "zero": options.get("zero", 0),
         "gemini": "budget" in options,
         "accumulated": "microbatch" in options,
-        "recomputed": options.get("recompute", RecomputeConfig()).mode,
+        "recomputed": _recomputed(options.get("recompute", RecomputeConfig())),
         "lora": "lora" in options,
     }
     for name, (num_ranks, options) in MESHES.items()

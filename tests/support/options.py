@@ -53,6 +53,7 @@ TRAINING: dict[str, Any] = {
     "pipeline.split": (1, 2),
     "recompute.bits": 8,
     "recompute.budget": "1GiB",
+    "recompute.disk": Path("drive"),
     "recompute.host": "1GiB",
     "reduce_each": True,
 }

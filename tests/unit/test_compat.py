@@ -239,6 +239,7 @@ def test_code_that_is_not_compiled() -> None:
 
     assert torch.equal(torch.compile(lambda x: note(x * 2), backend="eager")(torch.ones(2)), torch.full((2,), 3.0))
     assert seen == [Tensor]
+    assert compat.may_compile()
 
 
 def test_a_graph_compiled_alone() -> None:

@@ -239,7 +239,7 @@ def on_streams(deaf_to: int | None = None, steps: int = 2) -> RecordedStreams:
     net = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
     streams = RecordedStreams(deaf_to)
 
-    def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool, paged: bool) -> Tensor:
         assert pinned
         return streams.host(torch.empty(num_elements, dtype=dtype))
 
