@@ -549,6 +549,7 @@ def _targets(times: dict, device: torch.device) -> tuple[Target, ...]:
 MEASURES = (
     "apps/fold/model",
     "apps/fold/subbatch",
+    "core/estimate",
     "core/kernels",
     "benchmarks/evoformer_peer.py",
     "benchmarks/evoformer.py",

@@ -17,7 +17,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import evoformer, noise_scale, sequence_parallel, serving, slow_links, stale, tensor_parallel, train
+from benchmarks import (
+    evoformer,
+    long_sequence,
+    noise_scale,
+    sequence_parallel,
+    serving,
+    slow_links,
+    stale,
+    tensor_parallel,
+    train,
+)
 from benchmarks import run as runner
 from benchmarks.contenders import CONTENDERS, OPTIM, Turn, batch_of, peers_adamw
 from benchmarks.limits import SAME_ARITHMETIC, SAME_BYTES
@@ -101,6 +111,10 @@ def test_a_part_is_kept_for_the_run_that_does_the_rest(tmp_path: Path) -> None:
     options = runner.Options(part="bytes")
     with pytest.raises(UserError, match="--part bytes: slow_links has the parts losses and times"):
         slow_links.measure(options)
+    with pytest.raises(UserError, match=r"--part bytes: evoformer has the parts 128x256-fp32, .*, 32x128-bf16"):
+        evoformer.measure(options)
+    with pytest.raises(UserError, match=r"--part bytes: long_sequence has the parts counted, .*, measured, blocks"):
+        long_sequence.measure(options)
     with pytest.raises(UserError, match=r"--part: msa does not read it; .*benchmarks\.slow_links"):
         runner.main(["--part", "losses", "slow_links", "msa"])  # the first of the two does
     toy = replace(slow_links.BENCHMARK, name="toy", measure=lambda options: options.kept(ROW))
