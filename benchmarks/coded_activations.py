@@ -1,9 +1,9 @@
 """What activations in 8 bits cost in loss: stages of a pipeline, and experts that exchange rows, beside whole ones.
 
 Two ranks train the debug recipes on their text in fp32: two stages of `debug`, with four of its blocks, and
-`debug_moe` with its experts dealt out, each with activations as they are and with `--comm.activations int8`, from the same weights, on the same rows, over
-three seeds. What is told is the held-out bits of a byte on the way, and the share of steps that 8 bits take more to the
-loss that both reach.
+`debug_moe` with its experts dealt out, each with activations as they are and with `--comm.activations int8`, from the
+same weights, on the same rows, over three seeds. What is told is the held-out bits of a byte on the way, and the share
+of steps that 8 bits take more to the loss that both reach.
 """
 
 import math
