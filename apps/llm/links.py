@@ -54,7 +54,7 @@ MEASURED: dict[tuple[str, int], tuple[str, float]] = {
     # measured: python -m tests.support.link_results
     # end
 }
-"""Form and workers -> benchmark, and the share of steps that the demo's model with Muon needs more to the same loss."""
+"""Form and workers -> benchmark, and the share of steps more to the same loss: of slow_links with Muon."""
 
 
 @dataclass(frozen=True)

@@ -152,3 +152,7 @@ def test_what_is_measured_is_the_committed_result_s(tmp_path, monkeypatch: pytes
     write(result_of("slow_links", "links", "a command", Measured(tuple(rows)), beginning()), tmp_path)
     lines = ['    ("PowerSGD", 2): ("slow_links", 0.050),\n', '    ("MuLoCo", 2): ("slow_links", -0.050),\n']
     assert link_results.made() == "".join(lines)
+    of_activations = [Row({"form": form}, {"steps": Number(s, "")}) for form, s in (("stages", 0.0), ("experts", 0.02))]
+    made = result_of("coded_activations", "bits", "a command", Measured(tuple(of_activations)), beginning())
+    write(made, tmp_path)
+    assert link_results.made() == "".join([*lines, '    ("8-bit activations", 2): ("coded_activations", 0.020),\n'])
