@@ -94,8 +94,10 @@ def test_predict_complexes(tmp_path: Path, weights: Path, capsys) -> None:
     confidence = json.loads((out / "rank_1_confidence.json").read_text())
     assert confidence["chains"] == ["A", "B", "C"]
     assert confidence["confidence"] == pytest.approx(80 * confidence["iptm"] + 20 * confidence["ptm"], abs=0.02)
-    for name in ("chain_pair_iptm", "pdockq2", "ipsae"):
+    for name in ("chain_pair_iptm", "pdockq2", "ipsae", "chain_pair_clashes"):
         assert np.array(confidence[name]).shape == (3, 3)
+    assert confidence["clashes"] == np.triu(confidence["chain_pair_clashes"]).sum()
+    assert set(confidence["knotted_chains"]) <= {"A", "B", "C"}
     for suffix in ("cif", "pdb"):
         chains = read_structure(out / f"rank_1.{suffix}")
         assert [(chain.name, chain.sequence) for chain in chains] == [

@@ -60,7 +60,7 @@ def test_the_report_shows_the_prediction_without_a_network(report: Path) -> None
         assert page.inner_text("#name") == NAME
         assert page.inner_text("#note") == "not for science"
         scores = page.inner_text("#scores")
-        for part in ("64.5", "0.500", "0.750", "92", "residues in 2 chains"):
+        for part in ("64.5", "0.500", "0.750", "92", "residues in 2 chains", "none"):
             assert part in scores, part
         assert page.evaluate("document.body.dataset.atoms") == str(2 * 326)
         assert page.locator("#view canvas").count() > 0
@@ -79,7 +79,7 @@ def test_the_report_shows_the_prediction_without_a_network(report: Path) -> None
         assert found is not None, said
         assert float(found[3]) == pytest.approx(70 / 8, abs=0.13)
         page.locator("#pae").click(position=place)
-        assert page.locator("#tables table").count() == 3
+        assert page.locator("#tables table").count() == 4
         assert "0.900" in page.inner_text("#tables")
         assert "rows of several chains" in page.inner_text("#coverage")
         assert page.locator("#pairing rect").count() == 2

@@ -26,6 +26,7 @@ from apps.fold.output.modelcif import (
     about_software,
     three_letters,
 )
+from apps.fold.output.topology import faults
 
 PDB_ATOMS, PDB_RESIDUES = 99_999, 9_999  # what the format can number
 PDB_CHAINS = string.ascii_uppercase + string.ascii_lowercase + string.digits
@@ -211,6 +212,7 @@ def write_confidence(folder: Path, stem: str, folded: Folded, extra: dict[str, A
         "mean_plddt": round(folded.mean_plddt, 3),
         "ptm": None if folded.ptm is None else round(folded.ptm, 4),
         **interfaces(folded),
+        **faults(folded),
         "plddt": [round(float(value), 2) for value in folded.plddt],
     }
     (folder / f"{stem}_confidence.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")

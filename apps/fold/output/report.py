@@ -19,6 +19,7 @@ from apps.fold.model import residues
 from apps.fold.output.confidence import Folded
 from apps.fold.output.interfaces import interfaces
 from apps.fold.output.plots import BANDS, SPECIES, rows_of_several
+from apps.fold.output.topology import faults
 from core.files import replace_file
 
 _PAGE = Path(__file__).parent / "page"
@@ -73,11 +74,13 @@ def _json(value: Any) -> str:
 
 def _data(folded: Folded, name: str, origin: str, alignment: AlignmentPicture, note: str) -> dict[str, Any]:
     rows = folded.chain_rows()
-    between = interfaces(folded)
+    between, wrong = interfaces(folded), faults(folded)
     scores = [("mean pLDDT", f"{folded.mean_plddt:.1f}")]
     scores += [] if folded.ptm is None else [("pTM", f"{folded.ptm:.3f}")]
     if folded.iptm is not None:
         scores += [("ipTM", f"{folded.iptm:.3f}"), ("confidence", f"{folded.confidence:.1f}")]
+    scores.append(("pairs of atoms that clash", f"{wrong['clashes']:,}"))
+    scores.append(("knotted chains", ", ".join(wrong["knotted_chains"]) or "none"))
     chains = f" in {len(rows)} chains" if len(rows) > 1 else ""
     scores.append((f"residues{chains}", f"{len(folded.sequence):,}"))
     scores.append(("rows of the alignment", f"{len(alignment.letters):,}"))
@@ -94,7 +97,7 @@ def _data(folded: Folded, name: str, origin: str, alignment: AlignmentPicture, n
         "sequence": folded.sequence,
         "plddt": [round(float(value), 1) for value in folded.plddt],
         "pae": None if folded.pae is None else _pae(folded.pae),
-        "matrices": [(label, between[key]) for key, label in _MATRICES.items() if key in between],
+        "matrices": [(label, (between | wrong)[key]) for key, label in _MATRICES.items() if key in between | wrong],
         "coverage": _coverage(folded, alignment.letters),
         "pairing": alignment.species.most_common(SPECIES),
     }
@@ -104,6 +107,7 @@ _MATRICES = {
     "chain_pair_iptm": "ipTM of pairs of chains (of a chain with itself its pTM)",
     "pdockq2": "pDockQ2: row aligned on, column scored",
     "ipsae": "ipSAE: row aligned on, column scored",
+    "chain_pair_clashes": "pairs of atoms that clash",
 }
 
 

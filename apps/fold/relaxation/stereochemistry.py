@@ -9,6 +9,8 @@ the original leaves out those at equal numbers.
 Shapes: N residues, A = 14 atoms, M = N A atoms one behind the other, K pairs, J angles.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +23,7 @@ from apps.fold.model import residues
 _WITHIN_BOND, _WITHIN_ANGLE = 0.02, 0.04  # deviations of distances within a residue, in Angstrom
 _A = residues.NUM_ATOM14
 _N, _CA, _C, _SG = 0, 1, 2, 5  # slots of atom14
-_ROWS = 512  # residues that are compared with all others at a time
+_ROWS, _PAIRS = 512, 4096  # residues that are compared with all others at a time, and pairs whose atoms are
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,25 @@ class Stereochemistry:
 
     def clashes(self, atoms_NA3: Tensor, margin: float) -> Clashes:
         """Pairs that are nearer than they may be, or by at most `margin` further."""
-        found = [self._far, *self._between(atoms_NA3.detach().numpy(), margin)]
-        pairs = torch.from_numpy(np.concatenate(found, 1))
-        radius = torch.from_numpy(self.radius_NA.reshape(-1)).double()
-        nearest = radius[pairs[0]] + radius[pairs[1]] - OVERLAP
-        near = distances(atoms_NA3.detach().reshape(-1, 3), pairs) < nearest + margin
-        return Clashes(pairs[:, near], nearest[near])
+        found = list(self.clashes_in_parts(atoms_NA3, margin))
+        return Clashes(torch.cat([part.pairs for part in found], 1), torch.cat([part.nearest for part in found]))
 
-    def _between(self, atoms_NA3: np.ndarray, margin: float) -> list[np.ndarray]:
+    def clashes_in_parts(self, atoms_NA3: Tensor, margin: float) -> Iterator[Clashes]:
+        """The same, some at a time: where all atoms lie in one place, there are as many as pairs of atoms."""
+        radius, flat_M3 = torch.from_numpy(self.radius_NA.reshape(-1)).double(), atoms_NA3.detach().reshape(-1, 3)
+        for part in itertools.chain([self._far], self._between(atoms_NA3.detach().numpy(), margin)):
+            pairs = torch.from_numpy(part)
+            nearest = radius[pairs[0]] + radius[pairs[1]] - OVERLAP
+            near = distances(flat_M3, pairs) < nearest + margin
+            yield Clashes(pairs[:, near], nearest[near])
+
+    def _between(self, atoms_NA3: np.ndarray, margin: float) -> Iterator[np.ndarray]:
         """Pairs of atoms of residues whose spheres touch: first by residues, then by their atoms."""
         weight = self.exists_NA[..., None]
         centre = (atoms_NA3 * weight).sum(1) / np.maximum(weight.sum(1), 1)
         reach = (np.linalg.norm(atoms_NA3 - centre[:, None], axis=-1) * self.exists_NA).max(1)
         widest = 2 * float(self.radius_NA.max()) - OVERLAP + margin
-        found, squared = [], (centre**2).sum(1)
-        cysteine = self.aatype_N == residues.RESTYPES.index("C")
+        squared = (centre**2).sum(1)
         for start in range(0, len(centre), _ROWS):
             rows = slice(start, start + _ROWS)
             apart = squared[rows, None] + squared - 2 * centre[rows] @ centre.T
@@ -92,13 +98,17 @@ class Stereochemistry:
             i, j = np.nonzero(touch)
             i = i + start
             i, j = i[i < j], j[i < j]
-            apart = np.linalg.norm(atoms_NA3[i][:, :, None] - atoms_NA3[j][:, None], axis=-1)
-            pairs = (apart < widest) & self.exists_NA[i][:, :, None] & self.exists_NA[j][:, None]
-            pairs[:, _C, _N] &= ~((j == i + 1) & self.follows_N[j])
-            pairs[:, _SG, _SG] &= ~(cysteine[i] & cysteine[j])
-            pair, first, second = np.nonzero(pairs)
-            found.append(np.stack([i[pair] * _A + first, j[pair] * _A + second]))
-        return found
+            for part in range(0, len(i), _PAIRS):
+                yield self._of_residues(atoms_NA3, i[part : part + _PAIRS], j[part : part + _PAIRS], widest)
+
+    def _of_residues(self, atoms_NA3: np.ndarray, i: np.ndarray, j: np.ndarray, widest: float) -> np.ndarray:
+        cysteine = self.aatype_N == residues.RESTYPES.index("C")
+        apart = np.linalg.norm(atoms_NA3[i][:, :, None] - atoms_NA3[j][:, None], axis=-1)
+        pairs = (apart < widest) & self.exists_NA[i][:, :, None] & self.exists_NA[j][:, None]
+        pairs[:, _C, _N] &= ~((j == i + 1) & self.follows_N[j])
+        pairs[:, _SG, _SG] &= ~(cysteine[i] & cysteine[j])
+        pair, first, second = np.nonzero(pairs)
+        return np.stack([i[pair] * _A + first, j[pair] * _A + second])
 
     def _within(self, table: np.ndarray) -> np.ndarray:
         """[2, K]: a table's pairs within residues, each once."""

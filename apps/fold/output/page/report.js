@@ -214,7 +214,7 @@ function interfaces() {
     table.append(first);
     matrix.forEach((row, n) => {
       const made = element("tr");
-      made.append(element("th", {}, ids[n]), ...row.map((value) => element("td", {}, value.toFixed(3))));
+      made.append(element("th", {}, ids[n]), ...row.map((value) => element("td", {}, Number.isInteger(value) ? String(value) : value.toFixed(3))));
       table.append(made);
     });
     at("tables").append(table);
