@@ -331,6 +331,11 @@ def cut(
         code_rows(model, config.comm.row_code)
     draws = Draws(model, mesh)
     stages = None if split is None else cut_into_stages(model, split, mesh["pp"], config.pipeline)
+    if stages is not None and stages.shared and config.gemini.disk is not None:
+        raise UserError(
+            f"gemini.disk={config.gemini.disk} with mesh.pp={pp}: stages share '{min(stages.shared)}', of which each "
+            "has a copy in memory; use a model without a tied head, --mesh.pp 1, or no disk"
+        )
     if plan.precision:
         transform(model, plan.precision)
         table = placement(model, None, mesh, config.zero, stages=split, gemini=gemini) | table  # what it has added

@@ -277,9 +277,10 @@ class Disk:
         self.reopen(chunk)
         read = self._ahead.pop(chunk, None) or self._read_values(chunk, NOW)
         while read is None:  # what was read ahead is not needed now
-            self._area.give(_waited(self._ahead.popitem()[1]))
+            self._area.give(_waited(self._ahead.pop(max(self._ahead, key=self._place_in_order))))
             read = self._read_values(chunk, NOW)
-        self._go_on_behind(chunk)
+        if not self.updates:
+            self._go_on_behind(chunk)
         self._read_ahead()
         self._in_use(chunk, read, self._area.give)
         try:
@@ -288,18 +289,24 @@ class Disk:
             self._area.give(read.place)
         self._read_ahead()
 
+    def _place_in_order(self, chunk: Chunk) -> int:
+        """How many fetches come before the chunk's next one as planned; more than all where none does."""
+        order = [*self.order[self._cursor :], *self.order[: self._cursor]]
+        return next((place for place, one in enumerate(order) if one is chunk), len(order))
+
     def _go_on_behind(self, chunk: Chunk) -> None:
         """Set the cursor behind a chunk's next fetch in the planned order."""
-        ahead = [k for k in (*range(self._cursor, len(self.order)), *range(self._cursor)) if self.order[k] is chunk]
-        if ahead:
-            self._cursor = ahead[0] + 1
+        place = self._place_in_order(chunk)
+        if place < len(self.order):
+            self._cursor = (self._cursor + place) % len(self.order) + 1
 
     def _read_ahead(self) -> None:
         """Begin to read what is fetched next, as planned and before the updates, as far as there is room."""
+        passed: set[Chunk] = set()
         for chunk in self.order[self._cursor :] if not self.updates else ():
-            slots = self.slots[chunk]
-            if chunk in self.early or self._begun(slots):
+            if chunk in passed or chunk in self.early or self._begun(self.slots[chunk]):
                 return
+            passed.add(chunk)
             if chunk not in self._ahead:
                 read = self._read_values(chunk, SOON)
                 if read is None:

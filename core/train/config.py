@@ -356,11 +356,6 @@ class TrainConfig(ParallelConfig):
                 "use --zero 3, or --zero 0 for copies"
             )
         disk = f"gemini.disk={self.gemini.disk}"
-        if self.gemini.disk is not None and self.mesh.pp > 1:
-            raise UserError(
-                f"{disk} with mesh.pp={self.mesh.pp}: a step is durable when all its stages are, which those of a "
-                "pipeline do not wait for; use --mesh.pp 1, or no disk"
-            )
         if self.gemini.disk is not None and spec_of(self.optim.name).looks:
             raise UserError(
                 f"{disk} with optim.name={self.optim.name}: it looks at all masters at once; use another --optim.name"

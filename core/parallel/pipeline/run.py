@@ -126,6 +126,10 @@ class Pipeline(ParallelModel):
 
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self.inner.prepare(optimizer, None if sample is None else lambda: [ForeseenStep(self, sample())])
+        self.durable = self.inner.durable
+
+    def close(self) -> None:
+        self.inner.close()
 
     def squares(self) -> GradientSquares:
         """Raises UserError, on all ranks, for a parameter of several stages: each has a part of its gradient."""

@@ -4,21 +4,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from core.config import UserError
+from core.mesh import MeshConfig
+from core.parallel.pipeline.schedule import PipelineConfig
 from core.train.loop import train_step
+from tests.parity.test_train import GPT2
 from tests.support.disk import CASE
-from tests.support.training import batch_of, build, data_axis, gemini_of, loss, run, weight
+from tests.support.training import Case, batch_of, build, data_axis, gemini_of, loss, run, weight
 
-TWO = replace(CASE, host="84KB", parallel=replace(CASE.parallel, precision="fp32"), budget="140KB")
+STAGES = replace(
+    CASE, model=replace(GPT2, num_layers=4, tied_head=False), mesh=MeshConfig(pp=2), host="180KB", budget="140KB",
+    batch=6,
+)  # fmt: skip
+TWO = replace(CASE, host="112KB", parallel=replace(CASE.parallel, precision="fp32"), budget="140KB")
 
 
-def interrupted(folder: Path) -> dict[str, Any]:
+def interrupted(given: Case, folder: Path) -> dict[str, Any]:
     """Two steps, and two more by those who come after; the second rank has not made the third durable."""
     losses, moved = [], {}
     for first, last in ((0, 3), (2, 4)):
-        state, config = build(replace(TWO, disk=folder))
+        state, config = build(replace(given, disk=folder))
         replicas, axis = gemini_of(state.parallel), data_axis(state.parallel.mesh)
         assert replicas.disk is not None
         assert replicas.disk.away
@@ -29,22 +38,45 @@ def interrupted(folder: Path) -> dict[str, Any]:
         if found is not None:
             state.load_durable(first)
             losses = losses[:first]
-        rows = TWO.batch // axis.size()
+        rows = given.batch // axis.size()
         for step in range(first, last):
-            mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(TWO, step).items()}
+            mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(given, step).items()}
             losses.append(train_step(state, mine, loss, weight, config, step)["loss"])
             if step == 2 and first == 0 and dist.get_rank() == 1:
                 dist.barrier()  # it is killed before its record is there
             else:
                 state.commit(step + 1, config)
+                durable.confirm()
         moved = {name: master.clone() for name, master in state.parallel.masters.items()}
-        replicas.close()
+        state.parallel.close()
     return {"losses": losses, "masters": moved}
 
 
 def test_two_ranks_go_on_from_the_step_that_both_have(ranks, tmp_path: Path) -> None:
     expected = ranks(2).run(run, replace(TWO, host=None))
-    for found, whole in zip(ranks(2).run(interrupted, tmp_path / "disk"), expected, strict=True):
+    for found, whole in zip(ranks(2).run(interrupted, TWO, tmp_path / "disk"), expected, strict=True):
         assert found["losses"] == whole["losses"][:4]
         for name, master in found["masters"].items():
             assert torch.equal(master - whole["start"][name].value, whole["displacement"][name].value), name
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_of_a_pipeline_go_on_from_the_step_that_both_have(ranks, tmp_path: Path, schedule: Any) -> None:
+    pipeline = PipelineConfig(schedule, microbatches=3)
+    given = replace(STAGES, parallel=replace(CASE.parallel, pipeline=pipeline))
+    expected = ranks(2).run(run, replace(given, host=None))
+    for found, whole in zip(ranks(2).run(interrupted, given, tmp_path / "disk"), expected, strict=True):
+        assert found["losses"] == whole["losses"][:4]
+        for name, master in found["masters"].items():
+            assert torch.equal(master - whole["start"][name].value, whole["displacement"][name].value), name
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(UserError) as told:
+        build(replace(STAGES, model=GPT2, disk=folder))
+    return str(told.value)
+
+
+def test_stages_that_share_a_parameter_are_refused(ranks, tmp_path: Path) -> None:
+    for told in ranks(2).run(refused, tmp_path / "disk"):
+        assert "stages share 'embedding.tokens.weight'" in told
