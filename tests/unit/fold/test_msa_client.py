@@ -243,6 +243,8 @@ def _link() -> bytes:
         (answering(gzip.compress(b"")), "holds no uniref.a3m|is no tar.gz"),
         (answering(packed({"other": b""})), "holds no uniref.a3m"),
         (answering(packed({"uniref.a3m": ENTRY.replace("101", "102").encode()})), "query '102' that was not asked"),
+        (answering(packed({"uniref.a3m": f"> \n{CRAMBIN}\n".encode()})), "query '' that was not asked"),
+        (answering(packed({"uniref.a3m": f"#101\n{CRAMBIN}\n".encode()})), "query '' that was not asked"),
         (answering(packed({"uniref.a3m": b">101\nMKT\n"})), "a query of 3 residues, not of 46"),
         (answering(packed({"uniref.a3m": f">101\n{CRAMBIN}\n>x\nMK\n".encode()})), "columns"),
         (lambda *_: (200, said(status="ERROR", message="no such\nmode")), "could not align it: no such mode"),
