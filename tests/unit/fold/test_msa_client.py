@@ -270,6 +270,8 @@ def test_answers_that_are_none(answer: Answer, message: str, tmp_path: Path) -> 
         (lambda *_: (403, b"banned"), r"it refuses \(403\): banned", 1),
         (lambda *_: (401, said(message="a key")), r"it refuses \(401\): a key", 1),
         (lambda *_: (200, b"<html>"), "not of ColabFold's protocol", 1),
+        (lambda *_: (200, b"[1]"), "not of ColabFold's protocol", 1),
+        (lambda *_: (200, 100_000 * b"["), "not of ColabFold's protocol", 1),
         (lambda *_: (404, b"nginx"), "it answers 404", 1),
         (lambda *_: (302, b""), "it answers 302", 1),
         (lambda *_: (500, b"oops"), r"it does not answer \(it answers 500: oops\), asked 6 times", 6),
