@@ -186,8 +186,8 @@ def _entries(files: Mapping[str, str], name: str, sequences: Sequence[str]) -> l
     for part in files[name].split("\0"):
         if not part.strip():
             continue
-        lines = part.strip().splitlines()
-        number = lines[0][1:].split()[0] if len(lines[0]) > 1 else ""
+        lines = [line for line in part.strip().splitlines() if not line.startswith("#")]
+        number = next(iter(lines[0][1:].split()), "") if lines and lines[0].startswith(">") else ""
         at = int(number) - _FIRST if number.isdecimal() else -1
         if not 0 <= at < len(sequences):
             raise UserError(f"{name} of the answer is of a query {number[:20]!r} that was not asked for")

@@ -74,12 +74,10 @@ class Connection:
 
     def ask(self, path: str, form: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The JSON object of an answer, which has a status.  Raises as `request`."""
-        raw = self.request(path, form, _MOST_SAID_BYTES)
-        try:
-            answer = json.loads(raw)
-            return answer | {"status": str(answer["status"])}
-        except (ValueError, KeyError, TypeError):
-            raise self._give_up(f"its answer to {_kind(path)} is not of ColabFold's protocol") from None
+        answer = _object(self.request(path, form, _MOST_SAID_BYTES))
+        if "status" not in answer:
+            raise self._give_up(f"its answer to {_kind(path)} is not of ColabFold's protocol")
+        return answer | {"status": str(answer["status"])}
 
     def request(self, path: str, form: Mapping[str, str] | None = None, most_bytes: int | None = None) -> bytes:
         """The body of an answer to GET, or, with a form, to POST.
@@ -105,7 +103,7 @@ class Connection:
                 return answer.body
             if answer.status in _REFUSING:
                 raise self._give_up(f"it refuses ({answer.status}): {_message(answer.body)}")
-            if answer.status < 500 and _has_status(answer.body):
+            if answer.status < 500 and "status" in _object(answer.body):
                 return answer.body
             if answer.status < 500 and answer.status != 429:
                 raise self._give_up(f"it answers {answer.status} to {_kind(path)}")
@@ -176,15 +174,16 @@ def _untrusted(error: BaseException | None) -> str:
     return ""
 
 
-def _has_status(body: bytes) -> bool:
+def _object(body: bytes) -> dict[str, Any]:
+    """A JSON object; empty where it is none."""
     try:
-        return "status" in json.loads(body)
-    except (ValueError, TypeError):
-        return False
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _message(body: bytes) -> str:
-    try:
-        return said(json.loads(body))
-    except (ValueError, TypeError, AttributeError):
-        return " ".join(body.decode("utf-8", "replace").split())[:200] or "no reason is given"
+    if found := _object(body):
+        return said(found)
+    return " ".join(body.decode("utf-8", "replace").split())[:200] or "no reason is given"

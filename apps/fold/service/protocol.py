@@ -74,8 +74,12 @@ def mode_of(kind: Kind, text: str) -> Mode:
     foreign = next((word for word in words if word not in _WORDS[kind]), None)
     both = next((pair for pair in _APART if set(pair) <= set(words)), None)
     if foreign is not None or both is not None:
-        what = f"this server has no '{foreign}'" if both is None else f"{' and '.join(both)} exclude each other"
-        raise UserError(f"mode={text[:80]}: {what}; ticket/{kind} takes {MODES[kind]}")
+        what = (
+            f"this server has no {(foreign or '')[:40]!r}"
+            if both is None
+            else f"{' and '.join(both)} exclude each other"
+        )
+        raise UserError(f"mode={text[:80]!r}: {what}; ticket/{kind} takes {MODES[kind]}")
     return Mode(
         env="env" in words,
         filtered="nofilter" not in words,

@@ -60,6 +60,7 @@ def test_modes() -> None:
     for kind, mode, said in (
         ("msa", "env-taxonomy", "no 'taxonomy'; ticket/msa takes all, env"),
         ("msa", "pairgreedy", "no 'pairgreedy'"),
+        ("msa", "a\nb", r"^mode='a\\nb': this server has no 'a\\nb'; ticket"),
         ("msa", "all-env", "all and env exclude each other; ticket/msa takes"),
         ("pair", "pairgreedy-paircomplete", "pairgreedy and paircomplete exclude each other"),
         ("pair", "nofilter", "ticket/pair takes pairgreedy"),
