@@ -24,8 +24,8 @@ def scratch_file(folder: Path, option: str) -> DirectFile:
     """
     path, given, held = folder / f"activations-{dist.get_rank()}", f"{option}={folder}", ExitStack()
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        require_drive(path, given)
+        folder.mkdir(parents=True, exist_ok=True)
+        require_drive(folder, given)
         held.enter_context(hold(path, f"--{option}"))
         file = DirectFile(path / "activations.bin", create=True)
         file.path.unlink()

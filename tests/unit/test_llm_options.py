@@ -226,10 +226,12 @@ def test_what_a_recipe_gives_and_the_run_does_not_read_is_no_mistake():
         parse(RECIPES, [*BASE, "--data.path", "stdlib", "--data.no-pairs"], "llm pretrain", default="debug")
 
 
-def test_a_run_in_a_budget_learns_what_it_learns_without(run, tmp_path, capsys):
+@pytest.mark.parametrize("more", ["", "--recompute.host 1GiB --recompute.disk TMP"])
+def test_a_run_in_a_budget_learns_what_it_learns_without(more, run, tmp_path, capsys):
     """In the smallest one, which a refusal says."""
     out = str(tmp_path / "run")
     words = ["pretrain", *BASE, *SMALLER, "--steps", "1", "--out", out, "--recompute.mode", "budget"]
+    words += more.replace("TMP", str(tmp_path / "drive")).split()
     with pytest.raises(UserError, match=r"recompute\.budget=1KiB: a step takes at least") as refused:
         APP.dispatch([*words, "--recompute.budget", "1KiB"])
     least = str(refused.value).partition("(")[2].partition(" ")[0]
@@ -237,6 +239,15 @@ def test_a_run_in_a_budget_learns_what_it_learns_without(run, tmp_path, capsys):
     assert "blocks run again" in capsys.readouterr().out
     losses = [json.loads((folder / "summary.json").read_text())["loss"] for folder in (run, tmp_path / "run")]
     assert losses[0] == losses[1]
+
+
+def test_a_run_whose_activations_wait_on_a_drive_learns_what_it_learns_without(run, tmp_path):
+    words = ["pretrain", *BASE, *SMALLER, "--steps", "1", "--out", str(tmp_path / "run"), "--recompute.mode", "offload"]
+    assert APP.dispatch([*words, "--recompute.disk", str(tmp_path / "drive")]) == 0
+    losses = [json.loads((folder / "summary.json").read_text())["loss"] for folder in (run, tmp_path / "run")]
+    assert losses[0] == losses[1]
+    with pytest.raises(UserError, match=r"recompute\.disk=/dev/shm lies in memory \(tmpfs\)"):
+        APP.dispatch([*words, "--out", str(tmp_path / "other"), "--recompute.disk", "/dev/shm"])
 
 
 def test_what_nobody_reads_is_seen():

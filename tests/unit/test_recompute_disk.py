@@ -177,8 +177,8 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"recompute\.disk=.*file: .*give a folder on a drive that can be written"):
         scratch_file(tmp_path / "file", "recompute.disk")
-    with pytest.raises(UserError, match=r"recompute\.disk=/dev/shm/\S+ lies in memory"):
-        scratch_file(Path("/dev/shm/megalith-test"), "recompute.disk")
+    with pytest.raises(UserError, match=r"recompute\.disk=/dev/shm lies in memory"):
+        scratch_file(Path("/dev/shm"), "recompute.disk")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ class Service:
                 self.sleep(look)
                 look = min(1.5 * look, _LONGEST_LOOK_S)
                 answer = self._server.ask(f"ticket/{_quoted(answer)}")
-        return _unpacked(self._server.request(f"result/download/{_quoted(answer)}"), f"the answer of {self.url}")
+        return _unpacked(self._server.download(f"result/download/{_quoted(answer)}"), f"the answer of {self.url}")
 
 
 def read_key(path: Path | None) -> str | None:

@@ -73,17 +73,24 @@ class Connection:
             ) from None
 
     def ask(self, path: str, form: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """The JSON object of an answer, which has a status.  Raises as `request`."""
-        answer = _object(self.request(path, form, _MOST_SAID_BYTES))
+        """The JSON object, which has a status, that answers GET, or, with a form, POST.
+
+        Raises UserError where it is too large or too slow, GivenUp where the server is no use to others, either.
+        """
+        answer = _object(self._request(path, form, _MOST_SAID_BYTES).body)
         if "status" not in answer:
             raise self._give_up(f"its answer to {_kind(path)} is not of ColabFold's protocol")
         return answer | {"status": str(answer["status"])}
 
-    def request(self, path: str, form: Mapping[str, str] | None = None, most_bytes: int | None = None) -> bytes:
-        """The body of an answer to GET, or, with a form, to POST.
+    def download(self, path: str) -> bytes:
+        """A file.  Raises as `ask`, and UserError where the server has none any more."""
+        answer = self._request(path, None, _MOST_BYTES)
+        if answer.status != 200:
+            raise UserError(f"{self.url} sends no {_kind(path)}: {_message(answer.body)}")
+        return answer.body
 
-        Raises UserError where it is too large or too slow, GivenUp where the server is no use to others, either.
-        """
+    def _request(self, path: str, form: Mapping[str, str] | None, most_bytes: int) -> _Answer:
+        """An answer that is the file or the JSON object that was asked for, or says of a ticket how it is."""
         pauses, reason, again_s = self.pauses(), "", 0.0
         for attempt in range(_TRIES):
             if self._given_up:
@@ -92,7 +99,7 @@ class Connection:
                 self._sleep(max(next(pauses), again_s))
             again_s = 0.0
             try:
-                answer = self._asked(path, form, _MOST_BYTES if most_bytes is None else most_bytes)
+                answer = self._asked(path, form, most_bytes)
             except httpx2.RequestError as error:
                 if found := _untrusted(error):
                     raise self._give_up(f"its certificate is not trusted ({found}), nor by SSL_CERT_FILE") from None
@@ -100,11 +107,11 @@ class Connection:
                 reason = f"{what}{error}" if str(error) else type(error).__name__
                 continue
             if answer.status == 200:
-                return answer.body
+                return answer
             if answer.status in _REFUSING:
                 raise self._give_up(f"it refuses ({answer.status}): {_message(answer.body)}")
             if answer.status < 500 and "status" in _object(answer.body):
-                return answer.body
+                return answer
             if answer.status < 500 and answer.status != 429:
                 raise self._give_up(f"it answers {answer.status} to {_kind(path)}")
             reason, again_s = f"it answers {answer.status}: {_message(answer.body)}", answer.again_s

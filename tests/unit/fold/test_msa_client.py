@@ -248,6 +248,10 @@ def _link() -> bytes:
         (answering(packed({"uniref.a3m": b">101\nMKT\n"})), "a query of 3 residues, not of 46"),
         (answering(packed({"uniref.a3m": f">101\n{CRAMBIN}\n>x\nMK\n".encode()})), "columns"),
         (lambda *_: (200, said(status="ERROR", message="no such\nmode")), "could not align it: no such mode"),
+        (
+            lambda path, *_: (404 if "result" in path else 200, said(id="x", status="COMPLETE", message="it is gone")),
+            "sends no result: it is gone",
+        ),
         (lambda *_: (200, said(id="x", status="RUNNING")), "not aligned it within 0.01 s"),
     ],
 )
