@@ -13,7 +13,7 @@ from apps.llm.residency import microbatch
 from core.auto.checkpointing import Checkpointing
 from core.estimate import RunShape, decoder_shape
 from core.estimate.pipeline import stage_costs
-from core.gemini.direct import with_drive
+from core.gemini.direct import drive_speeds, with_drives
 from core.mesh import MeshConfig
 from core.models.decoder import Decoder
 from core.models.plan import decoder_plan
@@ -46,5 +46,6 @@ def chosen(
     """
     rows = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
     loss = model.loss(max(rows), config.data.sequence_length)
-    lines = lines_of(config.recompute, kind, with_drive(link, config.recompute.disk))
+    folders = [] if config.recompute.disk is None else [config.recompute.disk]
+    lines = lines_of(config.recompute, kind, with_drives(link, drive_speeds(folders)))
     return choose_segments(model.build(), loss, mesh, config, speed, model.plan, config.optim, len(rows), lines)
