@@ -52,6 +52,7 @@ PUBLISHED = {
 """Of the papers' models; what they say of other optimizers than ours is not told."""
 MEASURED: dict[tuple[str, int], tuple[str, float]] = {
     # measured: python -m tests.support.link_results
+    ("8-bit activations", 2): ("coded_activations", 0.000),
     # end
 }
 """Form and workers -> benchmark, and the share of steps more to the same loss: of slow_links with Muon."""
