@@ -24,6 +24,7 @@ _KCAL = 4.184  # kJ
 _MOST_ATOMS, _CUTOFF = 5_000, 2.0  # nm
 _PLATEAU, _WINDOW = 1e-5, 200  # of the energy, which it fell by less in so many iterations
 _TOLD_S = 0.2
+_TO_STOP = 4  # iterations, of the longest so far: what it takes to stop and to read what was reached
 
 INSTALL = "pip install 'megalith[relax]'"
 
@@ -244,7 +245,7 @@ def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:
             if now - self._told > _TOLD_S:
                 tell(f"iteration {self.iterations}, {args['system energy'] / _KCAL:,.0f} kcal/mol")
                 self._told = now
-            if limit.passed(self._longest):
+            if limit.passed(_TO_STOP * self._longest):
                 self.end = "limit of time"
             elif len(self._energies) > _WINDOW:
                 fell = self._energies[-1 - _WINDOW] - energy

@@ -30,7 +30,7 @@ from core.config import UserError
 MAX_ROUNDS = 3
 STIFFNESS = 10.0  # of the springs, kcal/mol/Angstrom^2
 _BOND_REACH = 2.5  # Angstrom between C and N, beyond which residues whose numbers are not consecutive are not bonded
-_BUSY_S, _BUSY = 1.0, 0.05  # of a limit at most, for when the machine is busy with something else at the end
+_BUSY_S, _BUSY = 2.0, 0.05  # of a limit at most, for when the machine is busy with something else at the end
 
 End = Literal["converged", "plateau", "limit of time"]
 Clock = Callable[[], float]
@@ -223,10 +223,10 @@ def _rounds(moving: Minimizer, structure: Structure, limit: Limit, tell: Tell) -
     violating, free = np.ones(len(structure.aatype_N), bool), np.zeros(len(structure.aatype_N), bool)
     while violating.any() and len(rounds) < MAX_ROUNDS and not limit.passed():
         rounds.append(moving.minimize(~free, limit, _numbered(tell, len(rounds) + 1)))
-        violating = rules.violating(torch.from_numpy(moving.positions()))
-        free |= violating
         if rounds[-1].end == "limit of time":
             break
+        violating = rules.violating(torch.from_numpy(moving.positions()))
+        free |= violating
     return rounds
 
 
