@@ -105,6 +105,7 @@ def beside_one_another(memory: Training, ours: Training, folder: Path, rounds: i
             "bound": Number(max(read / to + written / back, memory_s), "s"),
             "planned": Number(ours.plan.step_s, "s"),
             "read": Number(read / MIB, "MiB"),
+            "planned to be read": Number(ours.plan.disk_read_bytes / MIB, "MiB"),
             "written": Number(written / MIB, "MiB"),
             "drive reads": Number(to / MIB, "MiB/s"),
             "drive writes": Number(back / MIB, "MiB/s"),

@@ -2,7 +2,8 @@
 
 A moment has a kind and a name. A step may differ from the traced one: evaluation has no backward, other data may take
 another way through the model. The search for a moment begins at the step's place, and goes on from the trace's
-beginning; a moment that was never traced leaves the place as it is.
+beginning; a moment that was never traced leaves the place as it is. So does a reduce that comes later than in the
+trace: autograd need not hand on the gradients of one module in the order of the trace, and no step begins with one.
 """
 
 from bisect import bisect_right
@@ -28,7 +29,10 @@ class Schedule:
         places = self._places.get((kind, name))
         if places is None:
             return range(0)
-        before, self.place = self.place, _next(places, self.place)
+        before, place = self.place, _next(places, self.place)
+        if kind == "reduce" and place <= before:
+            return range(0)
+        self.place = place
         return range(before + 1 if self.place > before else 0, self.place + 1)
 
     def next_use(self, chunk: int) -> int:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from core.config import UserError
 from core.gemini.lifetimes import Lifetimes, keep
 from core.gemini.residency import HostTooSmall, plan_residency, smallest_budget
+from core.gemini.schedule import Schedule
 from core.gemini.timeline import Move, run
 from core.gemini.trace import ChunkInfo, Moment, Trace
 from core.trace.machine import Bandwidth
@@ -341,3 +342,20 @@ def test_a_large_trace_is_planned_in_seconds():
     plan = plan_residency(trace, 30_000, EVEN)
     assert replay(trace, plan).device_bytes == plan.device_bytes
     assert plan.resident
+
+
+def test_gradients_that_come_in_another_order_are_no_new_step() -> None:
+    """Else the moves of a whole step would be made once more."""
+    chunks = tuple(ChunkInfo(k, 8, 8, 16, True) for k in range(2))
+    moments = (
+        Moment("forward", "layer", (0, 1), 0, 1.0),
+        Moment("backward", "layer", (0, 1), 0, 1.0, (0, 1)),
+        *(Moment("reduce", name, (k,), 0, 0.0) for k, name in enumerate(("weight", "bias"))),
+        *(Moment("update", name, (k,), 0, 0.0) for k, name in enumerate(("weight", "bias"))),
+    )
+    schedule = Schedule(Trace(moments, chunks))
+    step = [("forward", "layer"), ("backward", "layer"), ("reduce", "bias"), ("reduce", "weight")]
+    for _ in range(2):
+        found = [schedule.advance(kind, name) for kind, name in step]
+        assert found == [range(1), range(1, 2), range(2, 4), range(0)]
+        assert [schedule.advance("update", name) for name in ("weight", "bias")] == [range(4, 5), range(5, 6)]
