@@ -223,7 +223,7 @@ def measure(options: Options) -> Measured:
     (ROOT / "runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="activations-", dir=ROOT / "runs") as folder:
         # Plans pretend ranks, which there must not be yet.
-        planned = {name: forms(config, sizes, Path(folder)) for name, config in models(sizes).items()}
+        planned = {name: forms(config, sizes, Path(folder) / name) for name, config in models(sizes).items()}
         with start("cpu") as runtime:
             return _measured(runtime, sizes, planned, options)
 
