@@ -571,10 +571,8 @@ class Members:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause = INTERVAL_S / 16  # whoever comes sees soon who else is there, and who is lost
         try:
-            while not self._left.wait(pause):
-                pause = min(2 * pause, INTERVAL_S)
+            while not self._left.wait(INTERVAL_S):
                 self._look()
         except RuntimeError:
             self._gone = not self._left.is_set()

@@ -316,15 +316,17 @@ def test_twenty_kills_at_any_message(form: str, tmp_path: Path, kept: TCPStore) 
             if draw.random() < 0.7:
                 begin()
             ranks, fuses = draw.choice(alive())
-            fuses[draw.randrange(num_ranks)].light(draw.randint(1, 60))
+            fuses[draw.randrange(num_ranks)].light(draw.randint(1, 30))
             for process in ranks:
                 process.join(START_S)
                 assert process.exitcode is not None
             seconds.append(wait_for_step(given.out, step() + 1, START_S))
             while len(alive()) < 3:
                 begin()
+            slow.value = 0.2
             wait_for_step(given.out, step() + 2, START_S)
             wait_for_members(given.out, 2, START_S)  # one of them may die
+            slow.value = 0.01
         assert step() < steps, "all kills fell into the run"
         slow.value = 0
         for ranks, _ in alive():

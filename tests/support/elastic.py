@@ -37,7 +37,7 @@ ROWS = 10
 """of the global batch, over 2, 3, 4 and 8 replicas: they do not divide"""
 MESSAGES: tuple[tuple[Any, str], ...] = (
     *((dist, name) for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")),
-    *((dist, name) for name in ("isend", "irecv", "batch_isend_irecv", "broadcast_object_list", "all_gather_object")),
+    *((dist, name) for name in ("batch_isend_irecv", "broadcast_object_list", "all_gather_object")),
     *((Group, name) for name in ("_made", "sum", "from_first")),
     *((Members, name) for name in ("arrive", "vote")),
 )
