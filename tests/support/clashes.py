@@ -11,7 +11,7 @@ from apps.fold.model import residues
 from apps.fold.output.confidence import Folded
 from apps.fold.output.files import write_pdb
 from apps.fold.relaxation.protocol import structure_of
-from apps.fold.relaxation.stereochemistry import Stereochemistry
+from apps.fold.stereochemistry import Stereochemistry
 from apps.fold.toy import STRUCTURES
 
 _BACKBONE = (residues.N, residues.CA, residues.C, residues.CB, residues.O, residues.ATOM37.index("OXT"))

@@ -1,7 +1,7 @@
 """What is wrong with a predicted structure as a body: atoms that clash, and chains that are knotted.
 
 Clashes are pairs of atoms, not bonded, that overlap by more than 1.5 Angstrom, as relaxation counts them
-(`apps.fold.relaxation.stereochemistry`). A chain is knotted if its CA, with both ends drawn out from its centre, cannot
+(`apps.fold.stereochemistry`). A chain is knotted if its CA, with both ends drawn out from its centre, cannot
 be pulled straight: vertices are left out, one by one, where no other segment of the chain pierces the triangle that the
 vertex makes with its neighbours, and some that are not ends stay (Koniaris and Muthukumar, Phys. Rev. Lett. 66, 1991).
 
@@ -16,7 +16,7 @@ import torch
 from apps.fold.features.sequences import chain_id
 from apps.fold.model import residues
 from apps.fold.output.confidence import Folded
-from apps.fold.relaxation.stereochemistry import Stereochemistry
+from apps.fold.stereochemistry import Stereochemistry
 
 _FAR = 100.0  # radii of a chain, by which its ends are drawn out
 

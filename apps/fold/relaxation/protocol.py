@@ -24,7 +24,7 @@ import torch
 from apps.fold.features.structures import Chain
 from apps.fold.model import residues
 from apps.fold.output.files import Atom
-from apps.fold.relaxation.stereochemistry import Stereochemistry
+from apps.fold.stereochemistry import Stereochemistry
 from core.config import UserError
 
 MAX_ROUNDS = 3

@@ -18,7 +18,7 @@ from torch import Tensor
 from apps.fold.model import residues
 from apps.fold.output.files import Atom
 from apps.fold.relaxation.protocol import STIFFNESS, End, Limit, OutOfTime, Round, Structure, Tell, heavy_atoms
-from apps.fold.relaxation.stereochemistry import Clashes, Stereochemistry, cosines, distances
+from apps.fold.stereochemistry import Clashes, Stereochemistry, cosines, distances
 
 _BOND_STIFFNESS = 600.0  # kcal/mol/Angstrom^2, as bonds of a force field have
 _ANGLE_STIFFNESS = 120.0  # kcal/mol, of cosines
