@@ -31,7 +31,7 @@ def interrupted(given: Case, folder: Path) -> dict[str, Any]:
         replicas, axis = gemini_of(state.parallel), data_axis(state.parallel.mesh)
         assert replicas.disk is not None
         assert replicas.disk.away
-        durable = replicas.durable
+        durable = state.parallel.durable
         assert durable is not None
         found = durable.latest()
         assert (found[0] if found else 0) == first

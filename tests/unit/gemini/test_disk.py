@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import random
 import re
 import subprocess
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from core.gemini.config import GeminiConfig
 from core.gemini.direct import ALIGNMENT, CHECKED_BYTES, DirectFile, mapped_temporary
 from core.gemini.disk import Disk
 from core.gemini.drives import Folders, deal
+from core.gemini.durable import DurableSteps
 from core.gemini.figure import draw_memory, planned_memory
 from core.gemini.generation import Folder, Generation, StoredChunk
 from core.gemini.lifetimes import Lifetimes, keep
@@ -309,6 +311,32 @@ def test_a_step_becomes_durable_beside_the_next_forward_and_before_its_updates(o
         assert durable.latest() == (1, str(config.out.resolve()))
         train_step(state, batch_of(CASE, 2), loss, weight, config, 2)
         assert found == [1, 2]
+
+
+def test_a_checkpoint_of_a_step_that_is_not_durable_waits_for_its_slots(opened) -> None:
+    """As with `--gemini.durable-every 2`: nothing else waits for what the step's updates have written."""
+    state, config = opened()
+    go_on(state, config, steps=1)
+    disk, real, asked = gemini_of(state.parallel).disk, os.pwritev, Event()
+    assert disk is not None
+    saved: dict[str, torch.Tensor] = {}
+
+    def later(*args: Any) -> int:
+        asked.wait(0.3)
+        return real(*args)
+
+    def save(step: int, tensors: dict[str, torch.Tensor], values: Any, random: Any) -> None:
+        saved.update({name: tensor.clone() for name, tensor in tensors.items()})
+
+    with patch.object(direct.os, "pwritev", later):
+        train_step(state, batch_of(CASE, 1), loss, weight, config, 1)
+        assert {write.slots.chunk for write in disk._begun()} & disk.away
+        with patch.object(DurableSteps, "confirm", lambda steps: asked.set() or disk.confirm()):
+            state.save(Mock(save=save), 2)
+        asked.set()
+        disk.drain()
+    for name, tensor in state.tensors().items():
+        assert torch.equal(saved[name], tensor), name
 
 
 # --- several drives ---------------------------------------------------------------------------------------------------
