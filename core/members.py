@@ -54,6 +54,7 @@ IDLE_S = 60.0
 _ANSWER_S = 30.0
 _BEGAN = "began"
 _SIGNS = "signs"
+_NOTHING = "-"
 
 Verdict = Literal["commit", "regroup"]
 
@@ -136,6 +137,12 @@ def find_store(address: str) -> None:
                     f"`python -m core.members {address}` on that machine"
                 )
             time.sleep(0.1)
+
+
+def _read(store: TCPStore, key: str) -> str:
+    """What a key has; "" for one that is not there, or not any more: a get of the store's own would wait for it."""
+    found = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    return "" if found == _NOTHING else found
 
 
 def _locks(file: BinaryIO) -> bool:
@@ -251,9 +258,10 @@ class Members:
         here = f"{place()} {os.getpid()}"
         self._store.set(self._key("process", self.id, self.rank), here)
         self._store.add(self._key("sign", self.id, self.rank), 1)
-        self._agree(None)  # all ranks have
-        if self.rank == 0:
+        if self._store.add(self._key("here", self.id), 1) == self.num_ranks:  # others look at all ranks' keys
             self._append(self._key("registered"))
+        while self.id not in self._agree(self._registered()):  # not a wait for the store: a rank may die
+            time.sleep(0.01)
         self._other = connection(self.address)
         threading.Thread(target=self._run, name="members", daemon=True).start()
 
@@ -389,8 +397,9 @@ class Members:
         return Generation(own.number + 1, tuple((kept + others)[:most]), tuple(kept), step, num_known)
 
     def _seen(self, member: int) -> bool:
-        """Whether it has given a sign of life."""
-        return member == self.id or (member, 0) in self._signs
+        """Whether it has given a sign of life, to this replica or to the one that wrote the generation at hand."""
+        among = () if self.generation is None else self.generation.members
+        return member == self.id or member in among or (member, 0) in self._signs
 
     def _tell_of_want(self, wanted: Generation) -> None:
         there, own = len(wanted.members), self.generation
@@ -419,7 +428,7 @@ class Members:
         return Generation.read(self._store.get(self._key("generation", number)))
 
     def _registered(self) -> list[int]:
-        return [int(m) for m in self._store.get(self._key("registered")).decode().split(",") if m]
+        return [int(m) for m in _read(self._store, self._key("registered")).split(",") if m]
 
     def _gone_by_themselves(self, members: Collection[int]) -> set[int]:
         return {m for m in members if self._store.check([self._key("left", m)])}
@@ -562,11 +571,13 @@ class Members:
         """Let nobody take the step at hand, unless all have voted."""
         if (point := self._point) is None:
             return
-        number, label = point
-        verdict = self._key("verdict", number, label)
-        if store.compare_set(verdict, "", word).decode().startswith("abort"):
-            self._aborted = point
-            store.set(self._key("all", number, label), "1")
+        if store.compare_set(self._key("verdict", *point), "", word).decode().startswith("abort"):
+            self._give_up(store, point)
+
+    def _give_up(self, store: TCPStore, point: tuple[int, str]) -> None:
+        """A step is not taken; who waits for all hears of it, also where the one that said so died with that word."""
+        self._aborted = point
+        store.set(self._key("all", *point), "1")
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -582,7 +593,7 @@ class Members:
         if not self._hangs():
             store.add(self._key("sign", self.id, self.rank), 1)
             store.add(_SIGNS, 1)
-        known = [int(m) for m in store.get(self._key("registered")).decode().split(",") if m] if self.id >= 0 else []
+        known = [int(m) for m in _read(store, self._key("registered")).split(",") if m]
         self._lost.update([m for m in known if m != self.id and m not in self._lost and self._is_lost(m)])
         point, generation = self._point, self.generation
         if generation is None:
@@ -591,9 +602,8 @@ class Members:
             self._end_if_excluded(Generation.read(store.get(self._key("generation", generation.number + 1))))
         if point is None:
             return
-        verdict = self._key("verdict", *point)
-        if store.check([verdict]) and store.get(verdict).startswith(b"abort"):
-            self._aborted = point
+        if _read(store, self._key("verdict", *point)).startswith("abort"):
+            self._give_up(store, point)
         elif lost := [m for m in generation.members if m in self._lost]:
             self._abort(store, f"abort {' '.join(map(str, lost))}")
 

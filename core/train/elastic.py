@@ -53,7 +53,7 @@ from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, gloo_group
 from core.train.buddies import Buddies, check_buddies, pieces
 from core.train.config import TrainConfig
-from core.train.folder import changes, dotted, run_log, write_config
+from core.train.folder import changes, dotted, nothing_to_do, run_log, write_config
 from core.train.meter import Meter
 from core.train.state import TrainState, resume
 
@@ -244,7 +244,7 @@ class Run:
         self.step, self.saved = 0, -1
         self.first: int | None = None  # of a run that goes on from a checkpoint
         self.kept = deque[dict[str, Any]](maxlen=KEPT_ROWS)
-        self.repeats = False
+        self.repeats = self.has_taken = False
 
     def _tell(self, line: str) -> None:
         if self.runtime.leads:
@@ -260,6 +260,9 @@ class Run:
                     return self._left()
                 with ExitStack() as stack:
                     self._set_up(generation)
+                    if self._was_over(generation):
+                        self.members.leave(over=True)
+                        return nothing_to_do(self.config, self.runtime, self.step, self.last)
                     log = stack.enter_context(self._leading(generation)) if self.members.leads else None
                     if self._train(generation, log):
                         continue
@@ -296,7 +299,7 @@ class Run:
 
     def _set_up(self, generation: Generation) -> None:
         """Make the groups, give the state to those that have none.  Raises Aborted."""
-        members = self.members
+        members, self.has_taken = self.members, False
         if self.buddies is not None:
             self.buddies.join()
         begins = not generation.holders and members.leads
@@ -315,6 +318,9 @@ class Run:
         elif members.id in joining:
             self._share_state(Group(members, f"to {members.id}", 1, 2))
         members.vote()
+        if self.has_taken:  # only now: these are messages of a replica's ranks, and one of them may have been aborted
+            self.parallel.publish()
+            self._joined()
         self.meter.num_devices = self.parallel.whole_mesh.size() * len(generation.members)
         if members.leads and generation.number > 1:
             doing = "repeat" if self.repeats else "go on with"
@@ -338,6 +344,11 @@ class Run:
                 return
         self.first = resume(self.state, self.checkpointer, self.config, again)
         self.step = self.saved = self.first or 0
+
+    def _was_over(self, generation: Generation) -> bool:
+        """Whether a run that is resumed had come to its end before, in another store or before this one was its."""
+        anew = generation.number == 1 and self.config.resume == "auto"
+        return anew and self.first is not None and self.first >= self.last
 
     def _head(self, names: Iterable[str]) -> dict[str, Any]:
         """What a replica is given beside tensors of these names."""
@@ -372,11 +383,11 @@ class Run:
             self.parallel.draws.forget()
             return head["record"], None
 
-        self.state.take(fill)
-        self._joined()
+        self.state.take(fill, publish=False)
+        self.has_taken = True
 
     def _joined(self) -> None:
-        """Called when this replica has taken another's state."""
+        """Called when this replica has taken another's state, and all have what they need."""
 
     @contextmanager
     def _leading(self, generation: Generation) -> Iterator["Log"]:

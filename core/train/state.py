@@ -209,11 +209,13 @@ class TrainState:
         self,
         fill: Callable[[dict[str, Tensor]], tuple[dict[str, Any], RandomState | None]],
         comm: dict[str, Tensor] | None = None,
+        publish: bool = True,
     ) -> None:
         """Take over the state of a run.
 
-        fill  fills `tensors` in place, and returns the `record` and this rank's random state, where that is to be had
-        comm  see `tensors`
+        fill     fills `tensors` in place, and returns the `record` and this rank's random state, where it is to be had
+        comm     see `tensors`
+        publish  by its masters at once; whoever says no does it before the next forward
         """
         make_state(self.optimizer, self.parallel.masters.values())
         durable = self.parallel.durable
@@ -225,7 +227,8 @@ class TrainState:
                 restore_state(self.optimizer, self.parallel.masters[name], loaded)
             if self.parallel.local is not None:
                 self.parallel.local.restored()
-            self.parallel.publish()
+            if publish:
+                self.parallel.publish()
         if comm and self.parallel.compression is not None:
             self.parallel.compression.take(values["compression"], comm)
         self._take_over(values, random)

@@ -1,8 +1,10 @@
 """The options of elastic training: addresses, and what does not go with replicas that come and go."""
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from apps.diffusion.config import DiffusionConfig
 from core.checkpoint import CheckpointConfig
 from core.config import UserError
-from core.members import Members, parse_address
+from core.members import _ANSWER_S, Aborted, Members, parse_address
 from core.optim.sgd import SgdConfig
 from core.parallel.compress import CommConfig
 from core.parallel.local import LocalTrainingConfig
@@ -20,6 +22,7 @@ from core.watch import exists
 from tests.support.elastic import store
 
 STORE = ElasticConfig("localhost:29400")
+RECORD = {"out": "/run", "version": "torch 2", "ranks": 1, "options": {"steps": 5}}
 
 
 def test_an_address_is_a_host_and_a_port() -> None:
@@ -115,13 +118,12 @@ def test_a_replica_that_joins_has_no_state_before_its_generation_has_begun() -> 
             members.arrive()
             members.vote()
 
-    record = {"out": "/run", "version": "1", "ranks": 1, "options": {}}
-    together(lambda members: members.join(record), first)
-    together(lambda members: members.join(record), second)
+    together(lambda members: members.join(RECORD), first)
+    together(lambda members: members.join(RECORD), second)
     found = together(lambda members: members.regroup(0, 9), first, second)
     assert [one.members for one in found] == [(0, 1)] * 2
     together(set_up, first, second)
-    together(lambda members: members.join(record), third)
+    together(lambda members: members.join(RECORD), third)
     first.least = second.least = 3
     found = together(lambda members: members.regroup(1, 9), first, second, third)
     assert [(one.members, one.holders) for one in found] == [((0, 1, 2), (0, 1))] * 3
@@ -137,9 +139,8 @@ def test_a_replica_that_comes_while_a_generation_is_written_is_in_the_one_after(
     """It has registered, and the one that writes has not seen a sign of it yet."""
     kept = store()
     first, second = (Members(f"localhost:{kept.port}", 0, 1, least=1, lost_after=30.0) for _ in range(2))
-    record = {"out": "/run", "version": "1", "ranks": 1, "options": {}}
-    first.join(record)
-    second.join(record)
+    first.join(RECORD)
+    second.join(RECORD)
     seen = first._seen
     try:
         first._seen = lambda member: member != second.id and seen(member)
@@ -167,10 +168,108 @@ def test_a_replica_that_comes_while_a_generation_is_written_is_in_the_one_after(
 def test_a_replica_of_another_run_is_refused(changed: dict[str, Any], words: str) -> None:
     kept = store()
     first, other = (Members(f"localhost:{kept.port}", 0, 1, lost_after=1.0) for _ in range(2))
-    record = {"out": "/run", "version": "torch 2", "ranks": 1, "options": {"steps": 5}}
-    first.join(record)
+    first.join(RECORD)
     try:
         with pytest.raises(UserError, match=words):
-            other.join(record | changed)
+            other.join(RECORD | changed)
     finally:
         first.leave()
+
+
+def test_a_word_that_is_forgotten_meanwhile_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go on, and forget what earlier ones have left, while the thread looks for the word of one."""
+    with alone() as only:
+
+        class Forgetful:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(kept, name)
+
+            def check(self, keys: list[str]) -> bool:
+                found = kept.check(keys)
+                if "/verdict/" in keys[0]:
+                    only.forget("setup")
+                return found
+
+        kept = only._other
+        only.arrive()
+        only.vote()
+        monkeypatch.setattr(only, "_other", Forgetful())
+        begin = time.monotonic()
+        only._look()
+        assert time.monotonic() - begin < _ANSWER_S / 2
+
+
+def test_who_waits_for_all_hears_of_an_abort_whose_author_has_died() -> None:
+    """It has written the word, and not yet that nobody need wait."""
+    with alone() as only, ThreadPoolExecutor(1) as thread:
+        only._store.add(only._of_step("arrived"), -1)  # one is missing
+        waiting = thread.submit(only.arrive)
+        only._store.set(only._of_step("verdict"), "abort 7")
+        try:
+            with pytest.raises(Aborted):
+                waiting.result(timeout=20.0)
+        finally:
+            only._gone = True  # ends the wait
+
+
+def test_a_replica_is_known_when_all_of_its_ranks_are() -> None:
+    """Others wait for the keys of each rank of one that is known."""
+    kept = store()
+    address = f"localhost:{kept.port}"
+
+    def agree(value: Any) -> Any:
+        return value if isinstance(value, list) else (None, (first.prefix, first.id))
+
+    first = Members(address, 0, 2, lost_after=30.0)
+    second = Members(address, 1, 2, lost_after=30.0, agree=agree)
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(first.join, RECORD)
+        try:
+            while first.id < 0:
+                time.sleep(0.01)
+            time.sleep(0.5)
+            assert first._registered() == []
+            assert not joining.done()
+        finally:
+            second.join(RECORD)
+            joining.result(timeout=20.0)
+            for members in (first, second):
+                members._left.set()
+    assert first._registered() == [0]
+
+
+def test_one_that_has_just_come_writes_a_generation_with_those_that_let_it_in() -> None:
+    """It has not looked at their signs yet."""
+    kept = store()
+    first, second = (Members(f"localhost:{kept.port}", 0, 1, lost_after=30.0) for _ in range(2))
+    second._look = lambda: None
+    try:
+        first.join(RECORD)
+        assert first.regroup(0, 9) is not None
+        with first.working("setup", times=False):
+            first.arrive()
+            first.vote()
+        second.join(RECORD)
+        first.least = 2
+        assert first.regroup(1, 9) is not None
+        assert second.regroup(0, 9) is not None
+        found = second.regroup(0, 9)
+        assert found is not None
+        assert (found.number, found.members, found.holders) == (3, (0, 1), (0,))
+    finally:
+        for members in (first, second):
+            members.leave()
+
+
+@contextmanager
+def alone() -> Iterator[Members]:
+    """The only replica of a run, in its setup."""
+    kept = store()
+    only = Members(f"localhost:{kept.port}", 0, 1, lost_after=30.0)
+    only.join(RECORD)
+    try:
+        assert only.regroup(0, 9) is not None
+        with only.working("setup", times=False):
+            yield only
+    finally:
+        only.leave()
