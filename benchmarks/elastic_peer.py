@@ -8,6 +8,7 @@ group that is dead, or that is still taking over the state, is not learned from.
 each kill to the next step, steps a second, samples lost.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -122,7 +123,7 @@ def wait_for_step(folder: Path, step: int) -> float:
 
 
 def main(given: dict[str, Any], folder: Path) -> None:
-    import torchft  # noqa: F401  # pyright: ignore[reportMissingImports]  # so that what is forked need not
+    importlib.import_module("torchft")  # so that what is forked need not
 
     folder.mkdir(parents=True)
     address = folder / "lighthouse"
