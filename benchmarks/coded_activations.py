@@ -104,8 +104,10 @@ BENCHMARK = Benchmark(
     "coded_activations",
     "Activations in 8 bits: what they cost in loss",
     measure,
-    ("core/comm", "core/parallel/pipeline", "core/parallel/expert.py", "core/models/decoder.py", "core/nn/moe.py",
-     "benchmarks/coded_activations.py"),
+    (
+        "benchmarks/ranks.py", "benchmarks/slow_links.py", "core/comm", "core/parallel/pipeline",
+        "core/parallel/expert.py", "core/models/decoder.py", "core/nn/moe.py", "benchmarks/coded_activations.py",
+    ),
     resumes=True,
 )  # fmt: skip
 

@@ -17,6 +17,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -94,11 +95,16 @@ class _Threads:
     def _run(self) -> None:
         while (work := self._work.get()[2]) is not None:
             work()
+            del work  # with the file and the memory that it is of, which must not wait for the next
+
+    def end(self) -> None:
+        """Have the threads end when all that was given is done."""
+        for _ in self._threads:
+            self._work.put((math.inf, next(self._number), None))
 
     def close(self) -> None:
         """Return when all that was given is done."""
-        for _ in self._threads:
-            self._work.put((math.inf, next(self._number), None))
+        self.end()
         for thread in self._threads:
             thread.join()
 
@@ -122,6 +128,7 @@ class DirectFile:
                     raise
                 self.handle, self.is_direct = os.open(path, flags, 0o644), False
         self._threads = _Threads(THREADS)
+        weakref.finalize(self, self._threads.end)
 
     def grow(self, offset: int, num_bytes: int) -> None:
         """Make room behind what there is, on the disk: what is full is full now, and not in step 900."""

@@ -77,6 +77,12 @@ class Replicas:
     def wait_for_members(self, number: int) -> None:
         wait_for_members(self.given.out, number, START_S)
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        begin = time.monotonic()
+        while not (self.given.out / "checkpoints" / f"step-{step:08d}").is_dir():
+            assert time.monotonic() - begin < START_S, step
+            time.sleep(0.02)
+
     def wait_for(self, member: int) -> None:
         """Until that one has rows."""
         begin = time.monotonic()
@@ -410,9 +416,8 @@ def test_too_few_wait_say_for_whom_and_save(run: Replicas, tmp_path: Path) -> No
     assert "1 of at least 2 replicas is there; lost: replica" in line
     assert "saves and waits for 1 more at 127.0.0.1" in line
     step = run.step()
-    time.sleep(1.0)
+    run.wait_for_checkpoint(step)
     assert run.step() == step
-    assert (run.given.out / "checkpoints" / f"step-{step:08d}").is_dir()
     run.start()
     assert sorted(run.end()) == [-signal.SIGKILL, 0, 0]
     check(tmp_path, run.given.out, run.given.steps)

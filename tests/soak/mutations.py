@@ -124,8 +124,8 @@ MUTATIONS = [
     mutation(
         "what is loaded is not published to the parameters that compute",
         "core/train/state.py",
-        "self.parallel.local.restored()\n            self.parallel.publish()",
-        "self.parallel.local.restored()",
+        "            if publish:\n                self.parallel.publish()\n",
+        "",
         f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options1]",
         f"{RESUME}::test_to_the_bit_on_the_same_mesh[2-options2]",
     ),
