@@ -17,6 +17,15 @@ from core.config import UserError, in_words
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 
 
+DRIVE_BLOCK = 4096
+"""Offsets, lengths and addresses of what goes past the page cache are multiples of so many bytes, on every drive."""
+
+
+def whole_blocks(num_bytes: int) -> int:
+    """Bytes with what fills up a drive's last block."""
+    return -(-num_bytes // DRIVE_BLOCK) * DRIVE_BLOCK
+
+
 def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool, paged: bool = False) -> Tensor:
     """[num_elements] on the host, undefined; `pinned` in registered pages, less than one page more than it needs.
 

@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 
 from core.files import Damaged, naming
-from core.pinned import host_empty
+from core.pinned import DRIVE_BLOCK, host_empty
 from core.trace.machine import Bandwidth
 
-ALIGNMENT = 4096
 CHECKED_BYTES = 1 << 20
 PIECE_BYTES = 8 << 20
 THREADS = 4
@@ -44,11 +43,6 @@ NOW, SOON, LATER = 0, 1, 2
 PROBE_BYTES = 32 << 20
 DESCRIBED_DRIVE = 3.5e9, 2.5e9
 """Bytes a second that a PCIe 3 SSD reads and writes, for a drive that is not here."""
-
-
-def whole_blocks(num_bytes: int) -> int:
-    """Bytes with what fills up the last block."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Transfer:
@@ -203,7 +197,7 @@ class DirectFile:
                 if count == 0:
                     break
                 # The next call begins at a whole block: what is left of a part of one is transferred once more.
-                done = len(view) if done + count == len(view) else done + count - count % ALIGNMENT
+                done = len(view) if done + count == len(view) else done + count - count % DRIVE_BLOCK
         return done
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from core.gemini.chunk import Chunk, Member
-from core.gemini.direct import whole_blocks
+from core.pinned import whole_blocks
 
 STATE_ALIGNMENT = 64
 """Bytes: tensors of the state begin at multiples of it."""

@@ -43,7 +43,7 @@ from core.parallel.squares import when_gathered
 from core.placement.table import Placed, Table
 
 BLOCKS = {8: 256, 4: 64}
-"""Bits -> numbers that share a scale. With 256 of 4 bits training ends at twice the added loss (docs/log.md)."""
+"""Bits -> numbers that share a scale. Of 4 bits fewer do, since training loses by them (docs/log.md)."""
 NODES, NODE = "nodes", "node"
 """Names of the two axes of the one that ZeRO shards over: the ranks in one place of each node, and a node's."""
 

@@ -19,14 +19,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from core.compat import FakeTensor
 from core.config import UserError
 from core.files import Damaged
-from core.parallel.offload import HostTier, Place, unseen
-from core.parallel.stored import Stored, StoredBlocks
-
-BLOCK = 4096
-"""Offsets and lengths are multiples of so many bytes."""
+from core.parallel.offload import Elsewhere, HostTier, Place, unseen
+from core.parallel.stored import StoredBlocks
+from core.pinned import whole_blocks
 
 
 class Transfer(Protocol):
@@ -114,28 +111,18 @@ class DiskTier:
         return self._drive
 
 
-class _OnDisk(Stored):
+class _OnDisk(Elsewhere):
     """A storage that is sent to a drive.
 
     Its place on the host is there while it is written, and while it is read; `_room` is what it has in the file.
     """
 
     def __init__(self, x: Tensor, least: int, tier: DiskTier):
-        super().__init__(x, least)
-        assert self.flat is not None
-        self.tier, self._num_elements, self._num_bytes = tier, self.flat.numel(), self.flat.nbytes
-        self._nothing = self.flat.new_empty(0)
-        self._lines = tier.host.lines(x.device)
+        super().__init__(x, least, tier.host.lines(x.device))
+        self.tier = tier
         self._room: int | None = None
-        self._place: Place | None = None
         self._under_way: Future[list[int]] | None = None
-        self._sent: torch.cuda.Event | None = None
         self._checksums: list[int] = []
-        self._is_fake, self._arrives = isinstance(x, FakeTensor), False
-
-    @property
-    def _whole_blocks(self) -> int:
-        return -(-self._num_bytes // BLOCK) * BLOCK
 
     def saved(self) -> None:
         assert self.flat is not None
@@ -144,9 +131,9 @@ class _OnDisk(Stored):
         if self._is_fake:
             return
         streams, sending, _ = self._lines
-        self._room = self.tier.take(self._whole_blocks)
+        self._room = self.tier.take(whole_blocks(self._num_bytes))
         with unseen(streams):
-            place = self._place = self.tier.host.take(self._whole_blocks, streams.on_cuda)
+            place = self._place = self.tier.host.take(whole_blocks(self._num_bytes), streams.on_cuda)
             computed = streams.mark()
             with streams.inside(sending):
                 streams.wait(computed)
@@ -165,23 +152,17 @@ class _OnDisk(Stored):
         if self.flat is not None:
             return
         self.tier.fetched_bytes += self._num_bytes
-        with torch.no_grad():
-            self.flat = self._nothing.new_empty(self._num_elements)
+        self.flat = self._empty()
         self.version, self._arrives = self.flat._version, not self._is_fake
         if self._is_fake:
             return
         assert self._room is not None
         streams = self._lines.streams
         with unseen(streams):
-            place = self._place = self.tier.host.take(self._whole_blocks, streams.on_cuda)
+            place = self._place = self.tier.host.take(whole_blocks(self._num_bytes), streams.on_cuda)
         self._under_way = self.tier.read(
             lambda: streams.host_waits(place.free), self._room, place.memory, self._checksums
         )
-
-    def restored(self) -> Tensor:
-        self.comes_next()
-        assert self.flat is not None
-        return self.flat
 
     def whole(self) -> Tensor:
         flat = super().whole()
@@ -220,7 +201,7 @@ class _OnDisk(Stored):
             if not self._arrives and self.flat is not None:
                 self._lines.streams.wait(self._sent)
         self._let_place_go()
-        self.tier.give(self._room, self._whole_blocks)
+        self.tier.give(self._room, whole_blocks(self._num_bytes))
 
 
 class OnDrive(StoredBlocks):

@@ -84,20 +84,36 @@ class Place(NamedTuple):
     free: torch.cuda.Event | None = None
 
 
-class _OnHost(Stored):
+class Elsewhere(Stored):
+    """A storage that is sent over the host's lines, and fetched into new memory."""
+
+    def __init__(self, x: Tensor, least: int, lines: Lines):
+        super().__init__(x, least)
+        assert self.flat is not None
+        self._num_elements, self._num_bytes = self.flat.numel(), self.flat.nbytes
+        self._nothing = self.flat.new_empty(0)  # of its dtype, on its device
+        self._lines = lines
+        self._place: Place | None = None
+        self._sent: torch.cuda.Event | None = None
+        self._is_fake, self._arrives = isinstance(x, FakeTensor), False
+
+    def _empty(self) -> Tensor:
+        with torch.no_grad():
+            return self._nothing.new_empty(self._num_elements)
+
+    def restored(self) -> Tensor:
+        self.comes_next()
+        assert self.flat is not None
+        return self.flat
+
+
+class _OnHost(Elsewhere):
     """A storage that is sent to the host."""
 
     def __init__(self, x: Tensor, least: int, tier: HostTier):
-        super().__init__(x, least)
-        assert self.flat is not None
-        self.tier, self._num_elements, self._num_bytes = tier, self.flat.numel(), self.flat.nbytes
-        self._nothing = self.flat.new_empty(0)  # of its dtype, on its device
-        self._lines = tier.lines(x.device)
-        self._place: Place | None = None
-        self._sent: torch.cuda.Event | None = None
+        super().__init__(x, least, tier.lines(x.device))
+        self.tier = tier
         self._fetched: torch.cuda.Event | None = None
-        self._arrives = False
-        self._is_fake = isinstance(x, FakeTensor)
 
     def saved(self) -> None:
         assert self.flat is not None
@@ -125,8 +141,7 @@ class _OnHost(Stored):
         if self.flat is not None:
             return
         self.tier.fetched_bytes += self._num_bytes
-        with torch.no_grad():
-            self.flat = self._nothing.new_empty(self._num_elements)
+        self.flat = self._empty()
         self.version, self._arrives = self.flat._version, True
         if self._place is None:
             return
@@ -139,11 +154,6 @@ class _OnHost(Stored):
                 self.flat.copy_(self._place.memory.view(self.flat.dtype), non_blocking=True)
                 self._fetched = streams.mark()
         self.version = self.flat._version
-
-    def restored(self) -> Tensor:
-        self.comes_next()
-        assert self.flat is not None
-        return self.flat
 
     def whole(self) -> Tensor:
         flat = super().whole()

@@ -28,6 +28,7 @@ import torch
 from core.compose import ParallelConfig
 from core.config import run_command
 from core.gemini import direct
+from core.pinned import DRIVE_BLOCK
 from core.runtime import join
 from core.train import TrainConfig, TrainState
 from core.train.loop import train_step
@@ -89,7 +90,7 @@ class Counted:
 def torn_and_killed(name: str, real: Callable[..., Any], args: tuple) -> None:
     if name == "pwritev":
         handle, (view,), offset = args
-        half = len(view) // 2 // direct.ALIGNMENT * direct.ALIGNMENT
+        half = len(view) // 2 // DRIVE_BLOCK * DRIVE_BLOCK
         if half:
             real(handle, [view[:half]], offset)
     os.kill(os.getpid(), signal.SIGKILL)

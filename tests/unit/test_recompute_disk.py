@@ -18,8 +18,9 @@ from core.config import UserError
 from core.gemini.config import GeminiConfig
 from core.gemini.scratch import scratch_file
 from core.mesh import MeshConfig
-from core.parallel.drive import BLOCK, DiskTier, OnDrive
+from core.parallel.drive import DiskTier, OnDrive
 from core.parallel.recompute import RecomputeConfig
+from core.pinned import DRIVE_BLOCK
 from core.placement.table import ModelPlan
 from core.runtime import start
 from core.trace.account import MemoryAccount
@@ -108,7 +109,7 @@ def test_room_in_the_file_is_used_again(tmp_path: Path) -> None:
     net = blocks_on(tier)
     step(net)
     first = tier.file_bytes
-    assert first % BLOCK == 0
+    assert first % DRIVE_BLOCK == 0
     assert first >= tier.sent_bytes
     for _ in range(3):
         step(net)

@@ -23,7 +23,7 @@ from core.config import UserError
 from core.files import Damaged
 from core.gemini import direct, timeline, wrap
 from core.gemini.config import GeminiConfig
-from core.gemini.direct import ALIGNMENT, CHECKED_BYTES, DirectFile, mapped_temporary
+from core.gemini.direct import CHECKED_BYTES, DirectFile, mapped_temporary
 from core.gemini.disk import Disk
 from core.gemini.drives import Folders, deal
 from core.gemini.durable import DurableSteps
@@ -33,7 +33,7 @@ from core.gemini.lifetimes import Lifetimes, keep
 from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import PLACES, host_bytes_of, to_disk
 from core.gemini.trace import ChunkInfo
-from core.pinned import host_empty
+from core.pinned import DRIVE_BLOCK, host_empty
 from core.runtime import join
 from core.trace.machine import Bandwidth
 from core.train import TrainState
@@ -109,10 +109,10 @@ def memory(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_what_is_written_is_read(file: DirectFile) -> None:
-    written, read = memory(11 * CHECKED_BYTES + ALIGNMENT), memory(11 * CHECKED_BYTES + ALIGNMENT, 1)
-    sums = file.write(ALIGNMENT, written).wait()
+    written, read = memory(11 * CHECKED_BYTES + DRIVE_BLOCK), memory(11 * CHECKED_BYTES + DRIVE_BLOCK, 1)
+    sums = file.write(DRIVE_BLOCK, written).wait()
     assert len(sums) == 12
-    assert file.read(ALIGNMENT, read, sums).wait() == sums
+    assert file.read(DRIVE_BLOCK, read, sums).wait() == sums
     assert torch.equal(read, written)
     assert (file.read_bytes, file.written_bytes) == (read.nbytes, written.nbytes)
     assert file.is_direct
