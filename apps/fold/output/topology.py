@@ -1,9 +1,9 @@
-"""What is wrong with a predicted structure as a body: atoms that clash, and chains that are knotted.
+"""Faults in the geometry of a predicted structure: atoms that clash, and chains that are knotted.
 
 Clashes are pairs of atoms, not bonded, that overlap by more than 1.5 Angstrom, as relaxation counts them
-(`apps.fold.stereochemistry`). A chain is knotted if its CA, with both ends drawn out from its centre, cannot
-be pulled straight: vertices are left out, one by one, where no other segment of the chain pierces the triangle that the
-vertex makes with its neighbours, and some that are not ends stay (Koniaris and Muthukumar, Phys. Rev. Lett. 66, 1991).
+(`apps.fold.stereochemistry`). A chain is knotted if its CA, with both ends drawn out from its centre, cannot be pulled
+straight: vertices are left out, one by one, where no other segment of the chain pierces the triangle that the vertex
+makes with its neighbours, and some that are not ends stay (Koniaris and Muthukumar, Phys. Rev. Lett. 66, 1991).
 
 Shapes: N residues, V vertices, S segments.
 """

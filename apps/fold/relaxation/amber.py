@@ -25,6 +25,8 @@ _MOST_ATOMS, _CUTOFF = 5_000, 2.0  # nm
 _PLATEAU, _WINDOW = 1e-5, 200  # of the energy, which it fell by less in so many iterations
 _TOLD_S = 0.2
 _TO_STOP = 4  # iterations, of the longest so far: what it takes to stop and to read what was reached
+_TO_CONSTRAIN = 90
+"""Looks at the energy: once stopped, OpenMM makes bonds stiffer up to five times, with a line search each."""
 
 INSTALL = "pip install 'megalith[relax]'"
 
@@ -86,7 +88,8 @@ class Amber:
             k = stiffness if held_N[self._residue[index]] else 0.0
             self._springs.setParticleParameters(spring, int(index), [k, *self._positions[index]])
         self._springs.updateParametersInContext(self._context)
-        before, watch = self._energy(), _watch(openmm, limit, tell)
+        begun, before = limit.clock(), self._energy()
+        watch = _watch(openmm, limit, tell, limit.clock() - begun)
         try:
             openmm.LocalEnergyMinimizer.minimize(self._context, TOLERANCE, 0, watch)
         except openmm.OpenMMException as error:
@@ -223,8 +226,11 @@ def _placed(packages: Packages, structure: Structure, platform: Any) -> tuple[An
     return fixer.topology, fixer.positions
 
 
-def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:
-    """A reporter of OpenMM's that ends a minimization at the limit of time, or when its energy falls no more."""
+def _watch(openmm: Any, limit: Limit, tell: Tell, energy_s: float) -> Any:
+    """A reporter of OpenMM's that ends a minimization at the limit of time, or when its energy falls no more.
+
+    energy_s  seconds of a look at the energy
+    """
 
     class Watch(openmm.MinimizationReporter):
         def __init__(self) -> None:
@@ -245,7 +251,7 @@ def _watch(openmm: Any, limit: Limit, tell: Tell) -> Any:
             if now - self._told > _TOLD_S:
                 tell(f"iteration {self.iterations}, {args['system energy'] / _KCAL:,.0f} kcal/mol")
                 self._told = now
-            if limit.passed(_TO_STOP * self._longest):
+            if limit.passed(max(_TO_STOP * self._longest, _TO_CONSTRAIN * energy_s)):
                 self.end = "limit of time"
             elif len(self._energies) > _WINDOW:
                 fell = self._energies[-1 - _WINDOW] - energy
