@@ -164,7 +164,8 @@ def _run(searches: Searches, jobs: list[S], config: MsaConfig, cluster: Cluster 
         else:
             failed = searches.run_on(cluster.machines(searches, progress.console.print), jobs, done)
     kind = "searches" if what == "searching" else "searches for templates"
-    print(f"{len(jobs) - kept} {kind} run, {kept} known from before")
+    ended = f"{len(jobs) - kept - len(failed)} {kind} run, {kept} known from before"
+    print(f"{ended}, {len(failed)} failed" if failed else ended)
     return failed
 
 
