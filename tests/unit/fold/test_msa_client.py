@@ -22,9 +22,10 @@ from apps.fold.features.sequences import read_fasta
 from apps.fold.msa import main
 from apps.fold.service import client, connection
 from apps.fold.service.answers import packed
-from apps.fold.service.client import Service, read_key
+from apps.fold.service.client import Service
 from apps.fold.service.connection import GivenUp
 from core.config import UserError
+from core.web.key import read_key
 from tests.support.msa_server import CRAMBIN, UBIQUITIN, begun, configured, serving
 
 ENTRY = f">101\n{CRAMBIN}\n>hit\n{CRAMBIN[:-1]}-\n\0"
