@@ -28,6 +28,8 @@ Steps of the learning rate's schedule are inner ones. The last step of a run end
 Floating buffers, such as statistics of batches, are averaged as weights are. A stop that a rank is asked for is one
 behind its round, when workers hear of it. An evaluation, and what others read of a checkpoint, are of theta.
 
+Other workers may go on with a checkpoint, more or fewer (`core.parallel.regroup`).
+
 Stich 2019, Local SGD, algorithm 1; Lin et al. 2020, Post-local SGD, section 3; Douillard et al. 2023, DiLoCo,
 algorithm 1; Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section 2; Zhang et al. 2019, Lookahead. Workers
 that come and go are launches of their own, whose rounds `core.train.elastic_local` ends.
@@ -56,6 +58,7 @@ from core.parallel.asynchronous import LocalConfig
 from core.parallel.coded_sum import CodedSum
 from core.parallel.data import in_buckets
 from core.parallel.parallel_model import Ended, ParallelModel
+from core.parallel.regroup import ROUNDS, Read, Regrouping, of_worker
 
 WORKERS = "dp_replicate"
 """The axis whose ranks are workers."""
@@ -254,6 +257,8 @@ class LocalTraining:
         self.ends_elsewhere = False
         """`end_step` ends no rounds; `end_round` does"""
         self._loaded: tuple[Tensor, dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._joins = False
+        """what is loaded is of others, who were fewer"""
 
     def _dealt_out(self) -> Iterator[_Fragment]:
         config, number = self.config, self.config.fragments
@@ -390,10 +395,15 @@ class LocalTraining:
     @torch.no_grad()
     def join_round(self) -> None:
         """Begin where theta is: this worker has taken another's state, and has no items in a round that is to end."""
+        self.begin_at_theta()
+        self.parallel.publish()
+
+    def begin_at_theta(self) -> None:
+        """Be where theta is, without items in the rounds that are under way: so a worker begins that is new."""
         for name, master in self.parallel.masters.items():
             master.copy_(self.outer[name])
-        self._fragments[0].since[:2] = 0
-        self.parallel.publish()
+        for fragment in self._fragments:
+            fragment.since[:2] = 0
 
     def _follow(self) -> tuple[Tensor, Tensor]:
         """Behind a step in which gradients were averaged: theta is where all workers are."""
@@ -539,7 +549,7 @@ class LocalTraining:
         Averages that are on their way have arrived when this returns, and are taken at their time. What was loaded into
         these tensors `restored` takes over.
         """
-        masters, of = {f"model/{name}" for name in self.parallel.masters}, f"worker/{self.worker}/"
+        masters, of = {f"model/{name}" for name in self.parallel.masters}, of_worker(self.worker)
         shared = {n: tensor for n, tensor in tensors.items() if n.startswith("model/") and n not in masters}
         own = {f"{of}{name}": tensor for name, tensor in tensors.items() if name not in shared}
         shared |= {f"model/{name}": value for name, value in self.outer.items()}
@@ -547,9 +557,15 @@ class LocalTraining:
         rounds, means, buffers = self._loaded = self._on_their_way()
         if self._coded is not None:  # whose errors a sum that is made changes
             own |= self._coded.stored(of)
-        own[f"{of}rounds"] = rounds
+        own[f"{of}{ROUNDS}"] = rounds
         shared |= {f"outer/arriving/{name}": value for name, value in means.items()}
         return shared | own | {f"outer/arriving_buffer/{name}": value for name, value in buffers.items()}
+
+    def reads(self, saved: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Iterator[Read]:
+        """What to read in turn of a checkpoint of other workers, of that form, into the tensors of `stored`."""
+        self._joins = self.worker >= saved["workers"]
+        fragments = [[name for index in each.messages for name in self._messages[index]] for each in self._fragments]
+        return Regrouping(self.worker, self.num_workers, saved, tensors, fragments).reads()
 
     def _on_their_way(self) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """fp64[fragments, 9]: `since`, when what arrives is taken (0: nothing arrives), `told`; and what arrives."""
@@ -592,7 +608,9 @@ class LocalTraining:
                 told[3] = 0  # who was asked to stop has stopped
                 found = _Sum(told, flat, flat_buffers)
                 fragment.arriving = _Arriving(partial(_known, found), int(row[3]))
-        self._loaded = None
+        if self._joins:
+            self.begin_at_theta()
+        self._loaded, self._joins = None, False
 
 
 def _known(found: _Sum) -> _Sum:

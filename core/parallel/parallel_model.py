@@ -11,7 +11,7 @@ A step is
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from core.parallel.coded_shards import CodedShards
 from core.parallel.correction import Correction
 from core.parallel.draws import Draws
 from core.parallel.feedback import Feedback
+from core.parallel.regroup import Read
 from core.parallel.squares import GradientSquares
 from core.placement.table import Table
 
@@ -138,6 +139,8 @@ class TrainsLocally(Protocol):
     def outer_weights(self) -> AbstractContextManager[None]: ...
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+
+    def reads(self, saved: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Iterator[Read]: ...
 
     def restored(self) -> None: ...
 

@@ -53,7 +53,7 @@ from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, gloo_group
 from core.train.buddies import Buddies, check_buddies, pieces
 from core.train.config import TrainConfig
-from core.train.folder import changes, dotted, nothing_to_do, run_log, write_config
+from core.train.folder import dotted, nothing_to_do, run_log, write_config
 from core.train.meter import Meter
 from core.train.state import TrainState, resume
 
@@ -403,7 +403,7 @@ class Run:
             log = Log(rows, stack.enter_context(progress))
             log.catch_up(self.kept, self.step)
             if generation.number == 1 and self.first is not None:
-                progress.message(f"continuing after step {self.first}{changes(self.state.loaded, self.state.values)}")
+                progress.message(f"continuing after step {self.first}{self.state.changed()}")
             yield log
 
     @contextmanager

@@ -51,7 +51,7 @@ from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
 from core.train.elastic import Run, fit_elastically
 from core.train.elastic_local import LocalRun
-from core.train.folder import changes, nothing_to_do, run_log
+from core.train.folder import nothing_to_do, run_log
 from core.train.meter import Meter
 from core.train.noise import NoiseScale
 from core.train.state import StepTally, TrainState, resume
@@ -141,7 +141,7 @@ def fit(
             stack.enter_context(parallel.asynchronous.running(optimizer, first or 0, config.optim.clip_norm))
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
-            progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
+            progress.message(f"continuing after step {first}{state.changed()}")
         if config.optim.plan:
             progress.message(groups_in_words(config.optim, parallel.masters))
         ahead = Prefetch(
