@@ -293,8 +293,11 @@ def parallelize(
         derive_axes(whole)
         agree_on_values(model, whole)
         mesh = worker_mesh(whole)
+    plan = with_blocks(model_plan(plan), model, mesh, config)
     table, stages, draws = cut(model, mesh, config, plan)
     parallel = _spread(model, mesh, config, table, materialise)
+    if isinstance(parallel, GeminiReplicas) and stages is None:
+        parallel.blocks = plan.pipeline
     spread = parallel
     if stages is not None:
         ahead = SCHEDULES[config.pipeline.schedule].runs_ahead
@@ -390,6 +393,28 @@ def with_stages(plan: ModelPlan, model: nn.Module, pp: int) -> ModelPlan:
 
     with _of_option("pp", pp):
         return replace(plan, pipeline=infer_stages(model, sample_of(model)))
+
+
+def with_blocks(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> ModelPlan:
+    """The plan; where Gemini is asked to run by blocks and it names none, with those that the model's forward shows.
+
+    Raises UserError where it shows none, and for a pipeline, whose schedule is the order of its microbatches.
+    """
+    if config.gemini.order != "vertical":
+        return plan
+    if (pp := pipeline_ranks(mesh)) > 1:
+        raise UserError(
+            f"gemini.order=vertical with mesh.pp={pp}: --pipeline.schedule says in which order a stage's microbatches "
+            "run; use --mesh.pp 1, or leave the order out"
+        )
+    if plan.pipeline is not None:
+        return plan
+    from core.parallel.infer import infer_stages, sample_of
+
+    try:
+        return replace(plan, pipeline=infer_stages(model, sample_of(model)))
+    except UserError as refused:
+        raise UserError(f"gemini.order=vertical: {refused}; or use --gemini.order horizontal") from refused
 
 
 def _context_mode(plan: ModelPlan, mesh: DeviceMesh, config: ParallelConfig, tp: int) -> Literal["ring", "ulysses"]:

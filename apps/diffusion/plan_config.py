@@ -125,6 +125,7 @@ class DiffusionPlanConfig(PlannedMachine):
             return dict.fromkeys(names, "with task=sample; give --task train")
         found: dict[str, str] = dict.fromkeys(("guided", "scheme", "vae_tile"), "with task=train; give --task sample")
         found["gemini.durable_every"] = "in a plan, which is of steps that are all made durable; leave it out"
+        found["gemini.order"] = "in a plan, which is of steps of one microbatch; leave it out"
         if self.method != "lora":
             names = [f"lora.{item.name}" for item in fields(self.lora)]
             found |= dict.fromkeys(names, f"with method={self.method}; give --method lora")

@@ -292,6 +292,8 @@ def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console
         rows.insert(0, ("messages between ranks", found.messages_bytes))
     console.print(_table(config, mesh, parameters, ((name, in_words(num_bytes)) for name, num_bytes in rows)))
     console.print(f"{found.plan.describe()}; the smallest budget is {in_words(found.least_bytes)}")
+    if found.orders is not None:
+        console.print(found.orders.describe())
 
     def num_microbatches(rows: int) -> int:
         return len(config.microbatch_rows(rows // mesh.data_ranks))
@@ -299,8 +301,10 @@ def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console
     most = num_microbatches(config.data.global_batch)
     if machine is not None:
         each = max(seconds for what, seconds in found.plan.busy_s.items() if what != "host_update")
+        in_turn = found.orders is None or found.orders.taken == "horizontal"
         whole = sum(
-            count * (found.plan.step_s + (num_microbatches(rows) - 1) * each) for count, rows in _stages(config)
+            count * (found.plan.step_s + (num_microbatches(rows) - 1) * each * in_turn)
+            for count, rows in _stages(config)
         )
         console.print(
             f"{num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "

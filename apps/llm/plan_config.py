@@ -139,7 +139,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
-    *("gemini.policy", "gemini.host", "gemini.disk", "gemini.durable_every"),
+    *("gemini.policy", "gemini.order", "gemini.host", "gemini.disk", "gemini.durable_every"),
     "elastic.store",
 )
 """Options of a plan that a search does not take."""

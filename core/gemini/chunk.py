@@ -140,6 +140,7 @@ class Chunk:
     alone     resident, and no other rank has gradients for it: they become the masters' without passing the buffer
     merged    alone, and the buffer is the shard
     away      where it lives, if it is not in memory; masters and values are then views of a file
+    aside     gradients beside the buffer, laid out as in it, whose parameters are read again; those of `set_aside`
     count     state -> how many members are in it
     """
 
@@ -156,6 +157,8 @@ class Chunk:
         self.resident = self.alone = self.merged = self.is_filled = self.has_grad = False
         self.away: Away | None = None
         self.grad: Tensor | None = None
+        self.aside: Tensor | None = None
+        self.set_aside: list[Member] = []
         self.ready: torch.cuda.Event | None = None  # when it is filled
         self._filled_from = 0
         self._make_buffer()
@@ -201,8 +204,7 @@ class Chunk:
     def _make_buffer(self) -> None:
         self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
         for member in self.members:
-            part = self.buffer.narrow(0, member.offset, member.num_elements)
-            member.view = part.view(member.tensor.shape)
+            member.view = self.place_in(self.buffer, member)
             member.absent = placeholder(member.view)
         self.buffer.untyped_storage().resize_(0)
         for member in self.members:
@@ -317,9 +319,26 @@ class Chunk:
         else:
             member.master.grad.add_(grad)
 
+    def put_aside(self, member: Member, grad: Tensor) -> None:
+        """Put a parameter's gradient beside the buffer, in which its value stays."""
+        if self.aside is None:
+            self.aside = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
+        self.place_in(self.aside, member).copy_(grad)
+        self.set_aside.append(member)
+
+    def drop_aside(self) -> None:
+        """Give back the memory beside the buffer."""
+        self.aside = None
+        self.set_aside.clear()
+
+    def place_in(self, flat: Tensor, member: Member) -> Tensor:
+        """A member's place in memory that is laid out as the buffer."""
+        return flat.narrow(0, member.offset, member.num_elements).view(member.tensor.shape)
+
     def forget_grads(self) -> None:
         """Forget the gradients in the shard."""
         self.has_grad = False
+        self.drop_aside()
         if self.alone:
             for member in self.members:
                 member.master.grad = None

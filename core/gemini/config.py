@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from core.config import UserError
+from core.gemini.order import Order
 from core.gemini.residency import Policy
 from core.gemini.tier import parse_bytes
 
@@ -19,6 +20,10 @@ class GeminiConfig:
 
     policy: Policy = "auto"
     """auto: whatever makes the step shortest; static: what is not resident leaves after each use; cpu: nothing stays"""
+
+    order: Order = "auto"
+    """a step's microbatches one after the other (horizontal), or all through each block, which fetches it once for all
+    of them and keeps what they hand on (vertical); auto: the shorter step, where results are the same bit for bit"""
 
     figure: Path | None = None
     """draw memory over a step here, device and host, as a PNG: as planned, and as the first two steps had it"""
@@ -64,5 +69,6 @@ class GeminiConfig:
             "host": self.host,
             "disk": self.disk,
             "policy": None if self.policy == "auto" else self.policy,
+            "order": None if self.order == "auto" else self.order,
         }
         return next((f"gemini.{name}={value}" for name, value in given.items() if value is not None), None)

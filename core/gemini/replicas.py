@@ -1,6 +1,7 @@
 """Gemini as the training loop sees it: one more way to spread a model over the data axes.
 
-    parallel.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
+    parallel.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete. Microbatches
+                                       run one after the other, or by blocks (`core.gemini.order`)
     parallel.reduce()                  every master has its gradient, on the side where it lives
     parallel.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
     parallel.publish()                 the next fetch brings the new values
@@ -34,6 +35,7 @@ from core.gemini.durable import DurableSteps
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
+from core.gemini.order import Orders
 from core.gemini.planning import corrected_plan, fullest, infos, plan, probe_bytes
 from core.gemini.report import announce, draw
 from core.gemini.residency import host_bytes_of, to_disk
@@ -45,6 +47,7 @@ from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, HostTier, parse_bytes
 from core.gemini.trace import ChunkInfo
 from core.gemini.transport import Transport
+from core.gemini.vertical import Planner, VerticalOrder, both_orders, is_in_question
 from core.layout import layout_of, local, tag
 from core.mesh import Zero, axis_size, device_of, shard_axis, stage_axis
 from core.optim.hessian_free import HessianFree
@@ -54,6 +57,7 @@ from core.parallel.data import DataParallel, begin, cast_parameter, on_mesh, wit
 from core.parallel.parallel_model import Sample
 from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.rows import own_rows
+from core.placement.stages import PipelinePlan
 from core.placement.table import Table, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 from core.runtime import device_bytes, give_back_freed_memory
@@ -69,7 +73,14 @@ SHARE_OF_FREE = 0.8
 
 
 class GeminiReplicas(DataParallel):
-    """config: the budget of one rank's device, for model data and all that a step has beside it."""
+    """config: the budget of one rank's device, for model data and all that a step has beside it.
+
+    blocks    of the model, where it is known that they follow one another
+    vertical  runs steps by blocks, where that was chosen
+    """
+
+    blocks: PipelinePlan | None = None
+    vertical: VerticalOrder | None = None
 
     def __init__(
         self,
@@ -90,6 +101,7 @@ class GeminiReplicas(DataParallel):
         self.host = HostTier(config.host_bytes)
         self.disk: Disk | None = None
         self.planned: Chunking | None = None
+        self.orders: Orders | None = None
         self._is_measured = False  # in this step
         self._warming: Gauge | None = None
         self._undrawn = DRAWN_STEPS if config.figure is not None else 0
@@ -216,7 +228,8 @@ class GeminiReplicas(DataParallel):
             self._open_disk(self.folders, optimizer)
         speeds = [] if self.folders is None else drive_speeds(self.folders.paths)
         units = units_of(self.model)
-        traced = None if sample is None else self._traced(sample, units)
+        losses = [] if sample is None else sample()
+        traced = self._traced(losses[0], units) if losses else None
         of = {member.name: member for member in self._adopt()}
         self.streams = Streams(self.device)
         beside = optimizer.beside_bytes if isinstance(optimizer, ShardedOptimizer) else 0
@@ -231,25 +244,24 @@ class GeminiReplicas(DataParallel):
         if traced is None:
             chunk_bytes = piece_of_budget(parameters, self.tier.budget_bytes)
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
+            self._require_order()
             self._require_room(parameters, messages(names))
             chunks = chunk_infos(packed(parameters, chunk_bytes))
             on_disk = self._without_plan(chunks)
         else:
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
             self._bandwidth = with_drives(bandwidth_of(self.device, self.ranks, copied), speeds)
-            traced = replace(traced, updates_as_final=self.updates_as_final and self._can_update_early)
-            if any(member.sharers.cut for member in members):
-                traced = fullest(traced, stage_axis(self.mesh))
-            self.planned = plan(
-                traced,
-                parameters,
-                self.tier.budget_bytes,
-                messages,
-                self._bandwidth,
-                self.config.policy,
-                stage_axis(self.mesh),
-                self.host.budget_bytes,
-            )
+
+            def planned(step: StepTrace) -> tuple[StepTrace, Chunking]:
+                step = replace(step, updates_as_final=self.updates_as_final and self._can_update_early)
+                axis, of_host = stage_axis(self.mesh), self.host.budget_bytes
+                if any(member.sharers.cut for member in members):
+                    step = fullest(step, axis)
+                given = parameters, self.tier.budget_bytes, messages, self._bandwidth, self.config.policy, axis, of_host
+                return step, plan(step, *given)
+
+            traced, self.planned = planned(traced)
+            self.planned = self._in_order(traced, self.planned, losses, units, lambda step: planned(step)[1])
             names, on_disk, chunks = self.planned.parameters, self.planned.plan.on_disk, self.planned.trace.chunks
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
@@ -272,8 +284,10 @@ class GeminiReplicas(DataParallel):
             self.chunks,
             self.executor,
         )
+        if self.vertical is not None:
+            self.vertical.hooks = self.hooks
         if self.planned is not None:
-            announce(self.planned.plan, self.mesh)
+            announce(self.planned.plan, self.mesh, self.orders)
             if self.warms_up:
                 self._warm_up(self.planned)
             else:
@@ -284,17 +298,50 @@ class GeminiReplicas(DataParallel):
         """Over which a chunk is sharded, where experts do not lie elsewhere."""
         return shard_axis(self.mesh).size() if self.zero else 1
 
-    def _traced(self, sample: Sample, units: dict[str, list[str]]) -> StepTrace | None:
+    def _require_order(self) -> None:
+        """Raises UserError where an order is asked for, and no step was foreseen to plan it by."""
+        if self.config.order == "vertical":
+            raise UserError(
+                "gemini.order=vertical: it is run as planned, and no step of this model was foreseen; leave it out"
+            )
+
+    def _in_order(
+        self,
+        traced: StepTrace,
+        planned: Chunking,
+        losses: Sequence[Callable[[nn.Module], Any]],
+        units: dict[str, list[str]],
+        plan: Callable[[StepTrace], Chunking],
+    ) -> Chunking:
+        """The plan of the order in which a step's microbatches run: by blocks where that is shorter, or asked for.
+
+        traced, planned  of one microbatch
+
+        Raises UserError where it is asked for and does not go with the model, or not into the budget.
+        """
+        if not is_in_question(self.config.order, losses, planned, self.blocks):
+            return planned
+        blocks, speeds = self.blocks, [self._bandwidth]
+        assert blocks is not None
+        dist.broadcast_object_list(speeds)  # ranks measure unlike ones, and run in one order
+        self.orders, found, self.vertical = both_orders(
+            self.config.order,
+            traced,
+            planned,
+            losses,
+            lambda: VerticalOrder(self.model, blocks, self.mesh, self),
+            Planner(lambda step: self._trace(step, units), plan, speeds[0]),
+        )
+        return found
+
+    def _traced(self, step: Callable[[nn.Module], Any], units: dict[str, list[str]]) -> StepTrace | None:
         """A step of the model; `units` learn what they read of modules that they do not call.
 
         None of a model without memory that looks at values: it goes without a plan. What goes wrong on one rank does on
         all.
         """
         try:
-            speed = speed_of(self.device, self.compute_dtype)
-            # Drawn parameters would be whole, and there is a budget because a device does not hold them whole.
-            draws = self.device.type == "cpu"
-            traced = trace_step(self.model, sample()[0], speed, self.device, units=units, draws=draws, agree=_agreed)
+            traced = self._trace(step, units)
         except UserError as why:
             if not any(parameter.is_meta for parameter in self.model.parameters()):
                 raise
@@ -304,6 +351,12 @@ class GeminiReplicas(DataParallel):
         for module, parameters in traced.reads.items():
             units[module] = list(dict.fromkeys([*units.get(module, ()), *parameters]))
         return traced
+
+    def _trace(self, step: Callable[[nn.Module], Any], units: dict[str, list[str]]) -> StepTrace:
+        speed = speed_of(self.device, self.compute_dtype)
+        # Drawn parameters would be whole, and there is a budget because a device does not hold them whole.
+        draws = self.device.type == "cpu"
+        return trace_step(self.model, step, speed, self.device, units=units, draws=draws, agree=_agreed)
 
     @property
     def warms_up(self) -> bool:
@@ -410,6 +463,11 @@ class GeminiReplicas(DataParallel):
             )
 
     # --- steps --------------------------------------------------------------------------------------------------------
+
+    def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
+        if self.vertical is None or not 1 < len(microbatches) <= self.vertical.most:
+            return super().run(microbatches, loss, scale)
+        return self.vertical.run(microbatches, loss, scale)
 
     @contextmanager
     def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:

@@ -227,6 +227,9 @@ class _Walk:
         self.busy["compute"] += seconds
         if moment.kind == "reduce" and moment.chunks[0] not in self.resident:
             chunk = moment.chunks[0]
+            if moment.keeps:
+                self._to_host(self.chunks[chunk].param_bytes)
+                return
             self.leaving[chunk] = self.ready[chunk] = self._to_host(self.chunks[chunk].param_bytes)
             self.leaving_bytes += self.chunks[chunk].param_bytes
 

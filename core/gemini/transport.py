@@ -129,20 +129,25 @@ class Transport:
 
     @beside_the_step()
     def reduce(self, chunk: Chunk) -> None:
-        """Add the gradients that stand in the buffer, those of its `ready_members`, to the shard's.
+        """Add the gradients that stand in the buffer, those of its `ready_members`, or beside it, to the shard's.
 
         Other members count as zero. All ranks that share the chunk must call it for the same chunks in the same order.
         """
+        gradients, ready = chunk.buffer, chunk.ready_members
+        if chunk.aside is not None:
+            gradients, ready = chunk.aside, list(chunk.set_aside)
         if chunk.away is not None:
             chunk.away.reopen(chunk)
         with self.streams.reducing():
-            ready = chunk.ready_members
             if chunk.sharers.sends:
-                self._add(chunk, self._reduce(chunk, ready), chunk.members)
+                self._add(chunk, self._reduce(chunk, gradients, ready), chunk.members)
             elif ready:
-                self._add(chunk, chunk.buffer, ready)
+                self._add(chunk, gradients, ready)
+            if self.streams.on_cuda and chunk.aside is not None:
+                chunk.aside.record_stream(torch.cuda.current_stream())
+        chunk.drop_aside()
 
-    def _reduce(self, chunk: Chunk, ready: list[Member]) -> Tensor:
+    def _reduce(self, chunk: Chunk, gradients: Tensor, ready: list[Member]) -> Tensor:
         assert self._reduced is not None
         own_bytes, ranks = chunk.own_elements * chunk.wide.itemsize, chunk.ranks
         message = self._reduced[: own_bytes * slots_of(ranks)].view(chunk.wide)
@@ -153,7 +158,7 @@ class Transport:
             if member not in ready:
                 own.zero_()
                 continue
-            for slot, rows in paired_rows(self._slots_of(slots, member), member.view):
+            for slot, rows in paired_rows(self._slots_of(slots, member), chunk.place_in(gradients, member)):
                 slot.copy_(rows)
         if not self.shards:
             dist.all_reduce(whole, group=gradient_axis(self.mesh, chunk.sharers.cut).get_group())

@@ -56,6 +56,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     budget: str | None = None
     policy: Any = "auto"
+    order: Any = "auto"
     planned: bool = False
     host: str | None = None
     disk: Path | None = None
@@ -98,7 +99,8 @@ class _Config(TrainConfig):
 def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
     config = _Config(
-        **vars(case.parallel) | {"gemini": GeminiConfig(case.budget, case.policy, host=case.host, disk=case.disk)},
+        **vars(case.parallel)
+        | {"gemini": GeminiConfig(case.budget, case.policy, case.order, host=case.host, disk=case.disk)},
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,

@@ -65,6 +65,7 @@ class FoldTrainPlanConfig(PlannedRun, FoldTrainConfig):
         if self.gemini.figure is not None:
             found["gemini.figure"] = "in a plan, which does not draw it; leave it out"
         found["gemini.durable_every"] = "in a plan, which is of steps that are all made durable; leave it out"
+        found["gemini.order"] = "in a plan, which is of a step of one microbatch; leave it out"
         return found
 
 

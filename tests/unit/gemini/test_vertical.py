@@ -1,0 +1,255 @@
+"""Microbatches by blocks: bit for bit what they do one after the other, with fewer reads, in the budget."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from core.compose import ParallelConfig, parallelize
+from core.config import UserError
+from core.gemini import replicas
+from core.gemini.config import GeminiConfig
+from core.gemini.replicas import GeminiReplicas
+from core.gemini.vertical import by_blocks
+from core.mesh import MeshConfig, build_mesh
+from core.optim.build import build_optimizer
+from core.parallel.pipeline.schedule import simulate
+from core.parallel.recompute import RecomputeConfig
+from core.placement.stages import PipelinePlan
+from core.placement.table import ModelPlan
+from core.precision import LossScale
+from core.runtime import join
+from core.train import TrainConfig, TrainState
+from core.train.loop import train_step
+from tests.parity.test_dropout import LENGTH, VOCABULARY, Dropping
+from tests.parity.test_dropout import loss as of_dropping
+from tests.parity.test_train import GPT2
+from tests.support.training import Case, batch_of, build, evaluated, gemini_of, loss, moved, weight
+
+STEPS = 3
+GPT = Case(
+    replace(GPT2, num_layers=3, tied_head=False), parallel=ParallelConfig(recompute=RecomputeConfig("full")),
+    steps=STEPS, batch=12, length=5, planned=True,
+)  # fmt: skip
+HOST = "240KB"
+"""Gradients, and places for the disk; on which all else is."""
+SIZES = {"one": 12, "three": 4, "ragged": 5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def joined() -> None:
+    join("cpu")
+
+
+def least(case: Case, order: str = "vertical") -> int:
+    """Bytes of the device that the step needs in this order."""
+    needed = 1
+    for _ in range(2):  # first what one microbatch does
+        try:
+            state, _ = build(replace(case, budget=f"{needed}B", order=order, host=None, disk=None))
+        except UserError as refused:
+            found = re.search(r"at least ([\d.]+) (\w+)", str(refused))
+            needed = int(float(found[1]) * 2 ** {"MiB": 20, "GiB": 30}[found[2]]) + 1 if found else needed
+        else:
+            state.parallel.close()
+    return needed
+
+
+def learned(case: Case) -> dict[str, Any]:
+    """Losses, an evaluation's last, and masters; of Gemini how its microbatches ran, and what it read and took."""
+    state, config = build(case)
+    parallel = gemini_of(state.parallel) if case.budget is not None else None
+    losses, read = [], [0]
+    for step in range(case.steps):
+        losses.append(train_step(state, batch_of(case, step), loss, weight, config, step)["loss"])
+        if parallel is not None and parallel.disk is not None:
+            parallel.disk.drain()
+            read.append(parallel.disk.moved_bytes[0])
+    losses.append(evaluated(state, batch_of(case, 0)))
+    masters = {name: master.clone() for name, master in state.parallel.masters.items()}
+    found = {"losses": losses, "masters": masters, "read": [b - a for a, b in pairwise(read)]}
+    if parallel is not None:
+        found |= moved(parallel) | {"by_blocks": parallel.vertical is not None, "orders": parallel.orders}
+        found |= {"of_plan": read_as_planned(parallel, 1 if parallel.vertical else -(-case.batch // case.microbatch))}
+    state.parallel.close()
+    return found
+
+
+def read_as_planned(parallel: GeminiReplicas, times: int) -> tuple[int, int]:
+    """Bytes of a step that its plan's moves read from the disk, so many times a step; and how often, of a chunk."""
+    fetched = Counter(m.chunk for moves in parallel.planned.plan.moves for m in moves if "fetch" in m.kind)
+    read = most = 0
+    for chunk, slots in () if parallel.disk is None else parallel.disk.slots.items():
+        if chunk in parallel.disk.away:
+            begin, end = slots.fetched
+            read += times * fetched[chunk.index] * (end - begin) + sum(b - a for a, b in slots.updated)
+            most = max(most, times * fetched[chunk.index])
+    return read, most
+
+
+_PLAIN: dict[Case, dict[str, Any]] = {}
+
+
+def plain(case: Case) -> dict[str, Any]:
+    """What the same microbatches learn without Gemini."""
+    key = replace(case, budget=None, host=None, disk=None, order="auto", planned=False)
+    if key not in _PLAIN:
+        _PLAIN[key] = learned(key)
+    return _PLAIN[key]
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == expected["losses"]
+    for name, master in expected["masters"].items():
+        assert torch.equal(found["masters"][name], master), name
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_every_action_comes_once_behind_what_it_needs(blocks: int, number: int) -> None:
+    found = by_blocks(blocks, number)
+    assert set(Counter(found.ranks[0]).values()) == {1}
+    assert len(simulate(found, lambda _: 1.0)) == 2 * blocks * number
+
+
+@pytest.mark.parametrize(
+    ("tier", "optim", "size", "clip"),
+    [
+        ("host", "adamw", "three", 0.7),
+        ("host", "adafactor", "ragged", None),
+        ("disk", "adamw", "ragged", None),
+        ("disk", "adamw", "three", 0.7),
+        ("disk", "adafactor", "three", None),
+        ("disk", "adamw", "one", 0.7),
+    ],
+)
+def test_it_learns_what_it_learns_without_offload(
+    tmp_path: Path, tier: str, optim: str, size: str, clip: float | None
+) -> None:
+    case = replace(GPT, optim=optim, microbatch=SIZES[size], clip=clip, order="vertical")
+    needed = least(case)
+    on = {} if tier == "host" else {"host": HOST, "disk": tmp_path / "disk"}
+    found = learned(replace(case, budget=f"{needed}B", **on))
+    assert_equal(found, plain(case))
+    assert found["by_blocks"] == (size != "one")
+    assert found["peak"] <= found["budget"]
+
+
+def test_dropout_is_that_of_the_horizontal_order() -> None:
+    """Modules that drop by place, called twice and by functions, also where blocks are computed again."""
+    found = {}
+    for order in ("horizontal", "vertical"):
+        options = {"precision": "fp32", "microbatch": 3, "recompute": RecomputeConfig("full")}
+        gemini = GeminiConfig("17KB", order=order)
+        state, config = dropping(TrainConfig(seed=5, steps=STEPS, gemini=gemini, **options))
+        assert (gemini_of(state.parallel).vertical is not None) == (order == "vertical")
+        losses = []
+        for step in range(STEPS):
+            batch = tokens(step)
+            losses.append(train_step(state, batch, of_dropping, rows_of, config, step)["loss"])
+        masters = {name: master.clone() for name, master in state.parallel.masters.items()}
+        found[order] = {"losses": losses, "masters": masters, "rng": torch.get_rng_state()}
+        state.parallel.close()
+    assert_equal(found["vertical"], found["horizontal"])
+
+
+def dropping(config: TrainConfig) -> tuple[TrainState, TrainConfig]:
+    mesh = build_mesh(config.mesh.resolve(1, config.zero), "cpu")
+    plan = ModelPlan(pipeline=PipelinePlan("blocks", before=("embed", "drop")))
+    parallel = parallelize(Dropping(False, 3), mesh, config, plan)
+    optimizer = build_optimizer(config.optim, parallel.masters)
+    torch.manual_seed(0)
+    parts = [{name: x[:rows] for name, x in tokens(0).items()} for rows in (3, 3, 2)]
+    parallel.prepare(optimizer, lambda: [lambda m, part=part: of_dropping(m, part) for part in parts])
+    return TrainState(parallel, optimizer, LossScale(config.precision), {}), config
+
+
+def tokens(step: int) -> dict[str, Tensor]:
+    drawn = torch.randint(VOCABULARY, (8, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": drawn[:, :-1], "targets": drawn[:, 1:]}
+
+
+def rows_of(batch: dict[str, Tensor]) -> Tensor:
+    return torch.tensor(len(batch["targets"]))
+
+
+def test_reads_are_those_of_the_plan_and_fall_with_the_microbatches(tmp_path: Path) -> None:
+    """Everything on the disk: in turn each microbatch fetches each chunk twice, by blocks a step does."""
+    case = replace(GPT, microbatch=4, clip=0.7, host=HOST)
+    budget = f"{int(1.5 * least(replace(case, microbatch=4)))}B"
+    found = {
+        order: learned(replace(case, budget=budget, order=order, disk=tmp_path / order))
+        for order in ("horizontal", "vertical")
+    }
+    assert_equal(found["vertical"], found["horizontal"])
+    for each in found.values():
+        assert each["read"][-1] == each["of_plan"][0]
+        assert each["peak"] <= each["budget"]
+    assert found["vertical"]["of_plan"][1] <= 2
+    assert found["horizontal"]["of_plan"][1] >= 2 * 3
+    orders = found["vertical"]["orders"]
+    assert orders.vertical.read_bytes < orders.horizontal.read_bytes
+
+
+def test_the_plan_takes_the_shorter_order(tmp_path: Path) -> None:
+    slow = replace(GPT, microbatch=4, host=HOST, disk=tmp_path / "disk")
+    budget = int(1.5 * least(slow))
+    with patch.object(replicas, "with_drives", lambda bandwidth, _: replace(bandwidth, disk_read=1e6, disk_write=1e6)):
+        assert learned(replace(slow, budget=f"{budget}B", steps=1))["by_blocks"]
+    tied = replace(slow, model=GPT2, budget=f"{budget}B", disk=tmp_path / "tied", steps=1)
+    found = learned(tied)
+    assert not found["by_blocks"]
+    assert "blocks share 'embedding.tokens.weight'" in found["orders"].why
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (replace(GPT, microbatch=4, budget="1KB"), "give at least"),
+        (replace(GPT, microbatch=4, budget="1MB", planned=False), "no step of this model was foreseen"),
+    ],
+)
+def test_what_does_not_go_is_refused(case: Case, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build(replace(case, order="vertical"))
+
+
+class Attending(nn.Module):
+    """A block that draws by the order of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + scaled_dot_product_attention(y, y, y, dropout_p=0.5)
+
+
+class Attended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_draws_by_the_order_of_calls_are_refused() -> None:
+    mesh = build_mesh(MeshConfig().resolve(1, 0), "cpu")
+    config = TrainConfig(microbatch=2, gemini=GeminiConfig("1MB", order="vertical"))
+    parallel = parallelize(Attended(), mesh, config, ModelPlan(pipeline=PipelinePlan("blocks")))
+    optimizer = build_optimizer(config.optim, parallel.masters)
+    losses = [lambda model: model(torch.zeros(2, 3, 6)).sum()] * 2
+    with pytest.raises(UserError, match="calls scaled_dot_product_attention, which draws by the order of calls"):
+        parallel.prepare(optimizer, lambda: losses)
