@@ -3,7 +3,8 @@
     fetch   this rank's rows, from the host or the shard on the device, into a message [own]; all-gathered over the
             ranks that share it into [ranks, own]; copied to each parameter's place. On one rank: one copy.
     reduce  the gradients, in the reductions' format, into a message [ranks, own]; reduce-scattered, all-reduced over
-            replicas; added to the gradient of the shard, where earlier microbatches have left theirs
+            replicas; added to the gradient of the shard, where earlier microbatches have left theirs; on to a drive,
+            where it waits there for its update
 
 Messages have their own memory, as large as the largest chunk needs, on the device for good.
 """
@@ -141,6 +142,15 @@ class Transport:
                 self._add(chunk, self._reduce(chunk, ready), chunk.members)
             elif ready:
                 self._add(chunk, chunk.buffer, ready)
+            if chunk.waits is not None and (ready or chunk.sharers.sends):
+                chunk.waits.send(chunk)
+
+    def zero(self, chunk: Chunk) -> None:
+        """No gradient has come: it is zero."""
+        chunk.make_grad().zero_()
+        chunk.has_grad = True
+        if chunk.waits is not None:
+            chunk.waits.send(chunk)
 
     def _reduce(self, chunk: Chunk, ready: list[Member]) -> Tensor:
         assert self._reduced is not None
@@ -206,7 +216,10 @@ class Transport:
 
     def land(self, chunk: Chunk) -> None:
         """Return when the gradients of a chunk are in its shard."""
-        while any(arrival.grad is chunk.grad for arrival in self._arriving):
+        if chunk.grad is None:
+            return
+        memory = chunk.grad.untyped_storage().data_ptr()  # what arrives may be a part of it
+        while any(arrival.grad.untyped_storage().data_ptr() == memory for arrival in self._arriving):
             self._land(self._arriving.popleft())
 
     def finish(self) -> None:
