@@ -5,7 +5,7 @@ tensors without memory, of a machine that is only described. What differs in a r
 on a GPU the plan is corrected after its first step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from core.compose import ParallelConfig, cut, with_blocks
 from core.gemini.chunk import ALONE, Member, Sharers, sharers
 from core.gemini.direct import drive_speeds, with_drives
 from core.gemini.order import Orders
-from core.gemini.planning import infos
+from core.gemini.planning import infos, partial_names
 from core.gemini.residency import Policy, ResidencyPlan
 from core.gemini.search import Chunking, choose_chunk_size, least_budget
 from core.gemini.tier import parse_bytes
@@ -73,6 +73,7 @@ def estimate_gemini(
     shared_by: Callable[[str], Sharers] = lambda name: ALONE,
     policy: Policy = "auto",
     host_budget_bytes: int | None = None,
+    partial: Collection[str] = (),
 ) -> GeminiEstimate:
     """The plan of one rank.  Raises UserError where no step fits the budget, with the smallest in which one does.
 
@@ -80,6 +81,7 @@ def estimate_gemini(
     step       its trace (`core.trace.tracer.trace_step`)
     wide       format of masters, reductions and the optimizer's state
     shared_by  name of a parameter -> the ranks that share it
+    partial    names of those whose gradients are added up when the backward is over
     """
     parameters = dict(model.named_parameters())
     members = {name: _member(name, parameters[name], shared_by(name), wide) for name in step.order}
@@ -94,7 +96,7 @@ def estimate_gemini(
         for name, member in members.items()
         if member.trainable
     }
-    known = infos(list(members.values()), wide, state)
+    known = infos(list(members.values()), wide, state, partial)
     looked_at = [name for name, member in members.items() if member.trainable]
     shapes = {name: tuple(parameters[name].shape) for name in looked_at}
     beside = sum(beside_bytes(optimizer, s, wide.itemsize, role_of(name, s)) for name, s in shapes.items())
@@ -151,6 +153,7 @@ def estimate_budget(
                 shared_by=lambda name: sharers(built, table[name].layout.axes(), parallel.zero != 0),
                 policy=parallel.gemini.policy,
                 host_budget_bytes=parallel.gemini.host_bytes,
+                partial=partial_names(table, built),
             )
 
         step = traced(loss)

@@ -25,6 +25,7 @@ vertical   a step of several microbatches by blocks
 disk       chunks that live on a drive below the host, and durable steps
     direct      reads and writes past the page cache, with checksums
     area        memory in which values are read ahead
+    waiting     gradients that wait there for their update
     slots       what lies where in a chunk's two places on the drive
     generation  the record of a durable step, and a folder with it
     drives      the folders of a rank, each with a file for slots

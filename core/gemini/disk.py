@@ -10,10 +10,11 @@
              record says which slots hold the step. The next updates wait for that
 
 There are `PLACES` places, each as large as the largest slot, made once: all that the host has of chunks on the disk
-beside their gradients. The last of them takes values that are fetched, as many ahead as there is room for. Between its
-uses a chunk's masters and state are views of the mapped file, so that whoever looks at them by name (a checkpoint)
-needs to know nothing of the disk, once `confirm` has returned; a step of training never does. What lives in the host's
-memory lies there as in a slot, in pages of its own, from which the drive takes it.
+beside their gradients, which may wait on the disk, too (`core.gemini.waiting`). The last of them takes values that are
+fetched, as many ahead as there is room for. Between its uses a chunk's masters and state are views of the mapped file,
+so that whoever looks at them by name (a checkpoint) needs to know nothing of the disk, once `confirm` has returned; a
+step of training never does. What lives in the host's memory lies there as in a slot, in pages of its own, from which
+the drive takes it.
 
 A generation is a step whose record (`core.gemini.generation`) is on the disk. Its slots are not written again before
 the next one's record is there, so a process that is killed at any moment goes on from it, or from the one before it
@@ -22,7 +23,7 @@ step that another has not come to.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from core.gemini.generation import Generation
 from core.gemini.residency import PLACES
 from core.gemini.search import Chunking
 from core.gemini.slots import Slots
+from core.gemini.waiting import WaitingGradients
 from core.optim.sharded import make_state
 from core.pinned import host_empty
 
@@ -72,6 +74,7 @@ class Disk:
     every      steps from one that is made durable to the next
     early      chunks whose update has begun before the step's end -> what says when it is over
     housed     chunks that live in the host's memory -> that, laid out as a slot
+    waiting    gradients that wait for their update on the drives
     agree      returns when all ranks have made a step durable: only then may the slots of the one before it be written
     """
 
@@ -88,6 +91,7 @@ class Disk:
         self.updates = False  # values are being replaced: what is fetched next may be old still
         self._drive: dict[str, Drive] = {drive.file.path.name: drive for drive in self.drives}
         self.housed: dict[Chunk, Tensor] = {}
+        self.waiting = WaitingGradients(pinned)
         self._places: list[Tensor] = []
         self._free: list[Tensor] = []
         self._area: Area  # of values
@@ -106,12 +110,13 @@ class Disk:
     @property
     def place_bytes(self) -> int:
         """Bytes of the host for places."""
-        return sum(place.nbytes for place in self._places) + self._area.memory.nbytes
+        return sum(place.nbytes for place in (*self._places, self._area.memory, *self.waiting.places))
 
     @property
     def storages(self) -> list[Tensor]:
         """Memory that is the disk's: places and the mapped file."""
-        return [*self._places, self._area.memory, *self.housed.values(), *(drive.bytes for drive in self.drives)]
+        places = [*self._places, self._area.memory, *self.waiting.places]
+        return [*places, *self.housed.values(), *(drive.bytes for drive in self.drives)]
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -150,6 +155,13 @@ class Disk:
         slots.fill(memory)
         slots.point(memory)
         self.housed[chunk] = memory
+
+    def let_wait(self, chunks: Iterable[Chunk]) -> None:
+        """Let the gradients of these chunks wait for their updates on the drives of their slots, and no others.
+
+        Raises UserError where there is no room for them.
+        """
+        self.waiting.follow({chunk: self._drive[self.slots[chunk].file] for chunk in chunks})
 
     def _leave(self, chunk: Chunk) -> None:
         """From now on the chunk lives on the disk, where its values are."""
@@ -325,16 +337,23 @@ class Disk:
                 self.housed.pop(chunk, None)
             elif not is_to_be and chunk not in self.housed:
                 self.house(chunk)
+        self.let_wait(chunks[index] for index in sorted(planned.plan.waiting))
         first = next((k for k, moment in enumerate(planned.trace.moments) if moment.kind == "update"), None)
         fetched = [move.chunk for moves in planned.plan.moves[:first] for move in moves if move.kind in FETCHES]
         self.order = [chunks[index] for index in fetched if chunks[index] in self.away]
 
     @contextmanager
-    def at_hand(self, chunk: Chunk, following: Chunk | None) -> Iterator[None]:
-        """Within, masters and state of a chunk are in memory; what becomes of them is written afterwards.
+    def at_hand(self, chunk: Chunk, following: Chunk | None, awaited: Chunk | None = None) -> Iterator[None]:
+        """Within, masters, state and gradient of a chunk are in memory; what becomes of them is written afterwards.
 
         following  the chunk on the disk that comes next, which is read meanwhile
+        awaited    the same of waiting gradients
         """
+        with self.waiting.at_hand(chunk, awaited), self._slots_at_hand(chunk, following):
+            yield
+
+    @contextmanager
+    def _slots_at_hand(self, chunk: Chunk, following: Chunk | None) -> Iterator[None]:
         if chunk not in self.away:
             yield
             if chunk in self.housed:

@@ -36,9 +36,9 @@ from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
 from core.gemini.order import Orders
-from core.gemini.planning import corrected_plan, fullest, infos, plan, probe_bytes
+from core.gemini.planning import corrected_plan, fullest, infos, partial_names, plan, probe_bytes
 from core.gemini.report import announce, draw
-from core.gemini.residency import host_bytes_of, to_disk
+from core.gemini.residency import host_bytes_of, to_disk, to_wait
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, chunk_infos, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
@@ -49,7 +49,7 @@ from core.gemini.trace import ChunkInfo
 from core.gemini.transport import Transport
 from core.gemini.vertical import Planner, VerticalOrder, both_orders, is_in_question
 from core.layout import layout_of, local, tag
-from core.mesh import Zero, axis_size, device_of, shard_axis, stage_axis
+from core.mesh import Zero, device_of, shard_axis, stage_axis
 from core.optim.hessian_free import HessianFree
 from core.optim.kfac import KFAC
 from core.optim.sharded import ShardedOptimizer, step_over, steps_apart
@@ -236,7 +236,7 @@ class GeminiReplicas(DataParallel):
         transport = Transport(self.mesh, self.zero != 0, self.tier, self.streams, beside)
         state = state_bytes(optimizer, self.masters)
         members = [of[name] for name in (of if traced is None else traced.order)]
-        parameters = infos(members, self.reduce_dtype, state)
+        parameters = infos(members, self.reduce_dtype, state, partial_names(self.table, self.mesh))
 
         def messages(names: Sequence[Sequence[str]]) -> int:
             return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
@@ -247,7 +247,7 @@ class GeminiReplicas(DataParallel):
             self._require_order()
             self._require_room(parameters, messages(names))
             chunks = chunk_infos(packed(parameters, chunk_bytes))
-            on_disk = self._without_plan(chunks)
+            on_disk, waiting = self._without_plan(chunks)
         else:
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
             self._bandwidth = with_drives(bandwidth_of(self.device, self.ranks, copied), speeds)
@@ -262,10 +262,11 @@ class GeminiReplicas(DataParallel):
 
             traced, self.planned = planned(traced)
             self.planned = self._in_order(traced, self.planned, losses, units, lambda step: planned(step)[1])
-            names, on_disk, chunks = self.planned.parameters, self.planned.plan.on_disk, self.planned.trace.chunks
+            names, chunks = self.planned.parameters, self.planned.trace.chunks
+            on_disk, waiting = self.planned.plan.on_disk, self.planned.plan.waiting
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
-        dealt = [] if self.disk is None else deal(chunks, on_disk, speeds)
+        dealt = [] if self.disk is None else deal(chunks, on_disk, speeds, waiting)
         for index, drive in enumerate([] if self.disk is None else self.disk.drives):
             drive.reserve(2 * sum(chunk.slot_bytes for chunk in chunks if dealt[chunk.index] == index))
         for index, chunk in enumerate(names):
@@ -274,6 +275,8 @@ class GeminiReplicas(DataParallel):
                 self.disk.add(self.chunks[-1], index in on_disk, self.disk.drives[dealt[index]])
         if self.disk is not None:
             self.disk.settle()
+            self.disk.waiting.land, self.disk.waiting.under_way = transport.land, int(self.streams.on_cuda)
+            self.disk.let_wait(self.chunks[index] for index in sorted(waiting))
             for chunk in self.chunks if self.planned is None else ():
                 if chunk.away is None:
                     self.disk.house(chunk)
@@ -435,12 +438,17 @@ class GeminiReplicas(DataParallel):
                 free -= self.tier.budget_bytes
             self.host.budget_bytes = max(0, int(SHARE_OF_FREE * free))
 
-    def _without_plan(self, chunks: Sequence[ChunkInfo]) -> frozenset[int]:
-        """The chunks that live on the disk where no step was traced.  Raises UserError where the host is too small."""
+    def _without_plan(self, chunks: Sequence[ChunkInfo]) -> tuple[frozenset[int], frozenset[int]]:
+        """The chunks that live on the disk where no step was traced, and those whose gradients wait there.
+
+        Raises UserError where the host is too small.
+        """
         has_disk = self.disk is not None
-        on_disk = to_disk(chunks, frozenset(), self.host.budget_bytes if has_disk else None)
-        self.host.require(host_bytes_of(chunks, frozenset(), on_disk, has_disk))
-        return on_disk
+        budget_bytes = self.host.budget_bytes if has_disk else None
+        on_disk = to_disk(chunks, frozenset(), budget_bytes)
+        waiting = to_wait(chunks, frozenset(), on_disk, budget_bytes)
+        self.host.require(host_bytes_of(chunks, frozenset(), on_disk, has_disk, waiting))
+        return on_disk, waiting
 
     def close(self) -> None:
         """Give the disk's folder back."""
@@ -522,7 +530,7 @@ class GeminiReplicas(DataParallel):
             found += self.disk.storages
         for chunk in self.chunks:
             found += [chunk.buffer, *(t for t in (chunk.masters, chunk.values) if t is not None)]
-            if chunk.trainable and not chunk.alone:
+            if chunk.trainable and not chunk.alone and chunk.waits is None:
                 found.append(chunk.make_grad())
         return found + [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
@@ -530,7 +538,8 @@ class GeminiReplicas(DataParallel):
         """Bytes on the host of shards that live there, and of the optimizer's state of them."""
         housed = {} if self.disk is None else self.disk.housed
         away = [c for c in self.chunks if not c.resident and c.away is None and c not in housed]
-        kept = [c.grad for c in self.chunks if (c.away is not None or c in housed) and c.grad is not None]
+        beside = [c for c in self.chunks if (c.away is not None or c in housed) and c.waits is None]
+        kept = [c.grad for c in beside if c.grad is not None]
         places = 0 if self.disk is None else self.disk.place_bytes + sum(memory.nbytes for memory in housed.values())
         state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.master, {}).values()]
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
@@ -543,10 +552,8 @@ class GeminiReplicas(DataParallel):
 
         Messages of another thread would come between those of this one; a rank that is alone sends none.
         """
-        partial_axes = {axis for row in self.table.values() for axis in row.partial}
-        is_partial = any(axis_size(self.mesh, axis) > 1 for axis in partial_axes)
         is_quiet = self.mesh.size() == 1 or steps_apart(self._optimizer)
-        return self.disk is not None and is_quiet and not is_partial
+        return self.disk is not None and is_quiet and not partial_names(self.table, self.mesh)
 
     @contextmanager
     def updating_early(self) -> Iterator[None]:
@@ -566,13 +573,15 @@ class GeminiReplicas(DataParallel):
             final = self._final.pop(0)
             if self.disk.may_begin(final):
                 self.executor.transport.land(final)
+                self.disk.waiting.settle(final)
                 self.disk.begin_update(final, partial(self._update_early, final))
 
     def _update_early(self, chunk: Chunk) -> None:
         """The optimizer's step of a chunk whose masters are at hand, in the thread of updates."""
-        for member in chunk.members:
-            member.master.grad = chunk.own_grad(member)
-        with self.stepping():
+        assert self.disk is not None
+        with self.disk.waiting.at_hand(chunk), self.stepping():
+            for member in chunk.members:
+                member.master.grad = chunk.own_grad(member)
             step_over(self._optimizer, [member.master for member in chunk.members])
         with torch.no_grad():
             chunk.refresh()
@@ -589,14 +598,16 @@ class GeminiReplicas(DataParallel):
             self.executor.gauge.pause()
         self.executor.transport.finish()
         self.completion.used |= self.hooks.used
-        for chunk in self.chunks:
-            if not chunk.trainable or chunk.alone:
-                continue
+        learn = [chunk for chunk in self.chunks if chunk.trainable and not chunk.alone]
+        for chunk in learn:
             if not chunk.has_grad:
-                chunk.make_grad().zero_()
-                chunk.has_grad = True
+                self.executor.transport.zero(chunk)
+        if self.disk is not None and self.disk.waiting.of:
+            self.disk.waiting.settle()
+            self.disk.wait()  # updates that have begun take their gradients from there
+        for chunk in learn:
             for member in chunk.members:
-                member.master.grad = chunk.own_grad(member)
+                member.master.grad = chunk.reduced_grad(member)
         together = [m.name for chunk in self.chunks if chunk.sharers.sends for m in chunk.members if m.trainable]
         self.completion.complete(self.masters, together)
 
@@ -620,7 +631,9 @@ class GeminiReplicas(DataParallel):
             learn = [chunk for chunk in learn if _has_gradients(chunk)]
             disk.wait()
         early = () if disk is None else disk.early
-        following = dict(pairwise(chunk for chunk in learn if chunk.away is not None and chunk not in early))
+        at_end = [chunk for chunk in learn if chunk not in early]
+        following = dict(pairwise(chunk for chunk in at_end if chunk.away is not None))
+        awaited = dict(pairwise(chunk for chunk in at_end if chunk.waits is not None))
         for chunk in learn:
             if not self.hooks.rests:
                 executor.at("update", chunk.name, [])
@@ -630,7 +643,7 @@ class GeminiReplicas(DataParallel):
                     executor.drop(chunk)
                 self._renewed.add(chunk)
                 continue
-            with nullcontext() if disk is None else disk.at_hand(chunk, following.get(chunk)):
+            with nullcontext() if disk is None else disk.at_hand(chunk, following.get(chunk), awaited.get(chunk)):
                 step_over(optimizer, [member.master for member in chunk.members])
                 self._renew(chunk)
             self._renewed.add(chunk)
@@ -658,6 +671,8 @@ class GeminiReplicas(DataParallel):
             self.hooks.used.clear()
         for chunk in self.chunks:
             chunk.has_grad = False
+        if self.disk is not None:
+            self.disk.waiting.forget()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -41,6 +41,7 @@ class ChunkInfo:
     grad_bytes  the part of it that a gradient takes
     slot_bytes  all that it takes of the disk where it lives there, once; an update writes it, and reads `read_bytes` of
                 it; `own_bytes` fill the buffer
+    wait_bytes  of the disk for its gradient, where that waits there for the update; 0: it stays in memory
     """
 
     index: int
@@ -53,6 +54,7 @@ class ChunkInfo:
     slot_bytes: int = 0
     own_bytes: int = 0
     read_bytes: int = 0
+    wait_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:

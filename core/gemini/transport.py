@@ -3,7 +3,8 @@
     fetch   this rank's rows, from the host or the shard on the device, into a message [own]; all-gathered over the
             ranks that share it into [ranks, own]; copied to each parameter's place. On one rank: one copy.
     reduce  the gradients, in the reductions' format, into a message [ranks, own]; reduce-scattered, all-reduced over
-            replicas; added to the gradient of the shard, where earlier microbatches have left theirs
+            replicas; added to the gradient of the shard, where earlier microbatches have left theirs; on to a drive,
+            where it waits there for its update
 
 Messages have their own memory, as large as the largest chunk needs, on the device for good.
 """
@@ -145,7 +146,16 @@ class Transport:
                 self._add(chunk, gradients, ready)
             if self.streams.on_cuda and chunk.aside is not None:
                 chunk.aside.record_stream(torch.cuda.current_stream())
+            if chunk.waits is not None and (ready or chunk.sharers.sends):
+                chunk.waits.send(chunk)
         chunk.drop_aside()
+
+    def zero(self, chunk: Chunk) -> None:
+        """No gradient has come: it is zero."""
+        chunk.make_grad().zero_()
+        chunk.has_grad = True
+        if chunk.waits is not None:
+            chunk.waits.send(chunk)
 
     def _reduce(self, chunk: Chunk, gradients: Tensor, ready: list[Member]) -> Tensor:
         assert self._reduced is not None
@@ -211,7 +221,10 @@ class Transport:
 
     def land(self, chunk: Chunk) -> None:
         """Return when the gradients of a chunk are in its shard."""
-        while any(arrival.grad is chunk.grad for arrival in self._arriving):
+        if chunk.grad is None:
+            return
+        memory = chunk.grad.untyped_storage().data_ptr()  # what arrives may be a part of it
+        while any(arrival.grad.untyped_storage().data_ptr() == memory for arrival in self._arriving):
             self._land(self._arriving.popleft())
 
     def finish(self) -> None:

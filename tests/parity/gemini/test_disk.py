@@ -1,5 +1,6 @@
 """Chunks on a disk, a folder for each rank: the ranks learn what they learn without it, and go on from one step."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,41 @@ def test_stages_of_a_pipeline_go_on_from_the_step_that_both_have(ranks, tmp_path
     expected = ranks(2).run(run, replace(given, host=None))
     for found, whole in zip(ranks(2).run(interrupted, given, tmp_path / "disk"), expected, strict=True):
         assert found["losses"] == whole["losses"][:4]
+        for name, master in found["masters"].items():
+            assert torch.equal(master - whole["start"][name].value, whole["displacement"][name].value), name
+
+
+def in_the_least(given: Case, folder: Path) -> dict[str, Any]:
+    """What is learned in the least of the host that the refusal tells of, where gradients wait on the disk."""
+    with pytest.raises(UserError) as told:
+        build(replace(given, disk=folder, host="1KB"))
+    least = re.search(r"([\d.]+ [KMG]iB) of model data", str(told.value))
+    assert least is not None
+    state, config = build(replace(given, disk=folder, host=least[1]))
+    replicas, axis = gemini_of(state.parallel), data_axis(state.parallel.mesh)
+    assert replicas.disk is not None
+    rows, losses = given.batch // axis.size(), []
+    for step in range(given.steps):
+        mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(given, step).items()}
+        losses.append(train_step(state, mine, loss, weight, config, step)["loss"])
+        state.commit(step + 1, config)
+    replicas.disk.confirm()
+    masters = {name: master.clone() for name, master in state.parallel.masters.items()}
+    found = {"losses": losses, "masters": masters, "waiting": len(replicas.disk.waiting.of)}
+    state.parallel.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("optim", "zero", "microbatch"), [("adamw", 3, None), ("adafactor", 3, 1), ("adamw", 0, 1)], ids=str
+)
+def test_ranks_whose_gradients_wait_learn_the_same(ranks, tmp_path: Path, optim: str, zero: Any, microbatch) -> None:
+    parallel = replace(TWO.parallel, zero=zero)
+    given = replace(TWO, optim=optim, parallel=parallel, microbatch=microbatch, host=None, budget="200KB")
+    expected = ranks(2).run(run, given)
+    for found, whole in zip(ranks(2).run(in_the_least, given, tmp_path / "disk"), expected, strict=True):
+        assert found["waiting"] > 0
+        assert found["losses"] == whole["losses"][:-1]  # behind them an evaluation's
         for name, master in found["masters"].items():
             assert torch.equal(master - whole["start"][name].value, whole["displacement"][name].value), name
 

@@ -194,6 +194,8 @@ def counted_and_planned(state: TrainState, config: Any) -> tuple[tuple[int, int]
         if chunk in disk.away:
             begin, end = slots.fetched
             read += fetches.count(chunk.index) * (end - begin) + sum(b - a for a, b in slots.updated)
+    waiting = sum(gradient.num_bytes for gradient in disk.waiting.of.values())
+    read, written = read + waiting, written + waiting
     return (disk.moved_bytes[0] - before[0], disk.moved_bytes[1] - before[1]), (read, written)
 
 
