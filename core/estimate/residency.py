@@ -64,6 +64,7 @@ def estimate_gemini(
     shared_by: Callable[[str], Sharers] = lambda name: ALONE,
     policy: Policy = "auto",
     host_budget_bytes: int | None = None,
+    averaged: bool = False,
 ) -> GeminiEstimate:
     """The plan of one rank.  Raises UserError where no step fits the budget, with the smallest in which one does.
 
@@ -71,6 +72,7 @@ def estimate_gemini(
     step       its trace (`core.trace.tracer.trace_step`)
     wide       format of masters, reductions and the optimizer's state
     shared_by  name of a parameter -> the ranks that share it
+    averaged   an average of each master lies with the optimizer's state, as it does beside a disk
     """
     parameters = dict(model.named_parameters())
     members = {name: _member(name, parameters[name], shared_by(name), wide) for name in step.order}
@@ -85,7 +87,7 @@ def estimate_gemini(
         for name, member in members.items()
         if member.trainable
     }
-    known = infos(list(members.values()), wide, state)
+    known = infos(list(members.values()), wide, state, averaged)
     looked_at = [name for name, member in members.items() if member.trainable]
     shapes = {name: tuple(parameters[name].shape) for name in looked_at}
     beside = sum(beside_bytes(optimizer, s, wide.itemsize, role_of(name, s)) for name, s in shapes.items())
@@ -106,12 +108,17 @@ def estimate_budget(
     link_bytes_per_s: float,
     plan: ModelPlan | Plan = NO_PLAN,
     optimizer: OptimConfig | None = None,
+    averaged: bool = False,
+    drives: Sequence[tuple[float, float]] | None = None,
 ) -> GeminiEstimate:
     """The plan of the first rank's device, for a step of any module on the meta device, which is cut and cast.
 
     loss              of a microbatch, the largest
     mesh              resolved; of one pipeline stage
     link_bytes_per_s  between a device and the host, each way
+    averaged          the run keeps an average of the weights, which lies beside a disk's masters, else beside it all
+    drives            bytes a second that this rank reads and writes in its folders; None: measured, and where there is
+                      no folder those of a usual SSD
 
     A model that looks at values gets memory for the while, and drawn ones.  Raises UserError where there is too little.
     """
@@ -123,16 +130,18 @@ def estimate_budget(
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         step = trace_step(model, loss, speed, draws=num_bytes <= device_bytes("cpu", 4))
         ranks = shard_axis(built).size() if parallel.zero else 1
+        speeds = drive_speeds(parallel.gemini.folders) if drives is None else drives
         return estimate_gemini(
             model,
             step,
             parse_bytes(parallel.gemini.budget),
-            with_drives(described_bandwidth(speed, link_bytes_per_s, ranks), drive_speeds(parallel.gemini.folders)),
+            with_drives(described_bandwidth(speed, link_bytes_per_s, ranks), speeds),
             optimizer or OptimConfig(),
             master_dtype(parallel.precision),
             shared_by=lambda name: sharers(built, table[name].layout.axes(), parallel.zero != 0),
             policy=parallel.gemini.policy,
             host_budget_bytes=parallel.gemini.host_bytes,
+            averaged=averaged and parallel.gemini.disk is not None,
         )
 
 
