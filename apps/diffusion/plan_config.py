@@ -133,7 +133,8 @@ class DiffusionPlanConfig(PlannedMachine):
             found["lora.start"] = "in a plan, which reads no file; give its --lora.rank and --lora.targets"
         if self.gemini.budget is not None:
             found["gemini.figure"] = "in a plan, which does not draw it; leave it out"
-            found["average"] = "with a budget, of which a plan does not know where the average lies; leave it out"
+            if self.gemini.disk is None:
+                found["average"] = "with a budget, of which a plan does not know where the average lies; leave it out"
         elif self.nproc == 1:
             found["bandwidth_gb_s"] = "on one device without a budget: nothing is sent; give --nproc or --gemini.budget"
         return found

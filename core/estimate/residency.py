@@ -74,6 +74,7 @@ def estimate_gemini(
     policy: Policy = "auto",
     host_budget_bytes: int | None = None,
     partial: Collection[str] = (),
+    averaged: bool = False,
 ) -> GeminiEstimate:
     """The plan of one rank.  Raises UserError where no step fits the budget, with the smallest in which one does.
 
@@ -82,6 +83,7 @@ def estimate_gemini(
     wide       format of masters, reductions and the optimizer's state
     shared_by  name of a parameter -> the ranks that share it
     partial    names of those whose gradients are added up when the backward is over
+    averaged   an average of each master lies with the optimizer's state, as it does beside a disk
     """
     parameters = dict(model.named_parameters())
     members = {name: _member(name, parameters[name], shared_by(name), wide) for name in step.order}
@@ -96,7 +98,7 @@ def estimate_gemini(
         for name, member in members.items()
         if member.trainable
     }
-    known = infos(list(members.values()), wide, state, partial)
+    known = infos(list(members.values()), wide, state, partial, averaged)
     looked_at = [name for name, member in members.items() if member.trainable]
     shapes = {name: tuple(parameters[name].shape) for name in looked_at}
     beside = sum(beside_bytes(optimizer, s, wide.itemsize, role_of(name, s)) for name, s in shapes.items())
@@ -118,6 +120,8 @@ def estimate_budget(
     plan: ModelPlan | Plan = NO_PLAN,
     optimizer: OptimConfig | None = None,
     microbatches: Sequence[Callable[[nn.Module], Tensor]] = (),
+    averaged: bool = False,
+    drives: Sequence[tuple[float, float]] | None = None,
 ) -> GeminiEstimate:
     """The plan of the first rank's device, for a step of any module on the meta device, which is cut and cast.
 
@@ -125,6 +129,9 @@ def estimate_budget(
     microbatches      the losses of all of a step, where they may run by blocks
     mesh              resolved; of one pipeline stage
     link_bytes_per_s  between a device and the host, each way
+    averaged          the run keeps an average of the weights, which lies beside a disk's masters, else beside it all
+    drives            bytes a second that this rank reads and writes in its folders; None: measured, and where there is
+                      no folder those of a usual SSD
 
     A model that looks at values gets memory for the while, and drawn ones.  Raises UserError where there is too little.
     """
@@ -137,7 +144,8 @@ def estimate_budget(
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         ranks = shard_axis(built).size() if parallel.zero else 1
         bandwidth = described_bandwidth(speed, link_bytes_per_s, ranks)
-        bandwidth = with_drives(bandwidth, drive_speeds(parallel.gemini.folders))
+        speeds = drive_speeds(parallel.gemini.folders) if drives is None else drives
+        bandwidth = with_drives(bandwidth, speeds)
 
         def traced(step: Callable[[nn.Module], Any]) -> StepTrace:
             return trace_step(model, step, speed, draws=num_bytes <= device_bytes("cpu", 4))
@@ -154,6 +162,7 @@ def estimate_budget(
                 policy=parallel.gemini.policy,
                 host_budget_bytes=parallel.gemini.host_bytes,
                 partial=partial_names(table, built),
+                averaged=averaged and parallel.gemini.disk is not None,
             )
 
         step = traced(loss)

@@ -76,11 +76,15 @@ class Disk:
     housed     chunks that live in the host's memory -> that, laid out as a slot
     waiting    gradients that wait for their update on the drives
     agree      returns when all ranks have made a step durable: only then may the slots of the one before it be written
+    averages   of masters, by name: they lie with them
+    shows_averages  what is fetched are those
     """
 
     def __init__(self, folders: Folders, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
         self.optimizer, self.pinned, self.folders, self.every = optimizer, pinned, folders, every
         self.agree: Callable[[], object] = lambda: None
+        self.averages: Mapping[str, Tensor] = {}
+        self.shows_averages = False
         self.drives: list[Drive] = folders.drives()
         self.slots: dict[Chunk, Slots] = {}
         self.away: set[Chunk] = set()
@@ -132,7 +136,7 @@ class Disk:
         if chunk.trainable:
             make_state(self.optimizer, [member.master for member in chunk.members])
         live = {m: self.optimizer.state.get(m.master, {}) for m in chunk.members} if chunk.trainable else {}
-        slots = self.slots[chunk] = Slots(chunk, live)
+        slots = self.slots[chunk] = Slots(chunk, live, self.averages)
         slots.file, slots.base = drive.file.path.name, drive.take(2 * slots.num_bytes)
         self.touched.add(chunk)
         if away:
@@ -232,11 +236,13 @@ class Disk:
         """Begin to read what fills a chunk's buffer; None where there is no room for it."""
         slots = self.slots[chunk]
         self._until_written(slots)
-        begin, end = slots.fetched
+        averages = slots.averages if self.shows_averages else None
+        region = averages or slots.fetched
+        begin, end = region
         piece, sums = self._area.take(end - begin), slots.checksums[slots.latest]
         if piece is None:
             return None
-        of_region = sums[slots.regions.index(slots.fetched)]
+        of_region = sums[slots.regions.index(region)]
         return _Read(piece, [self._file(slots).read(slots.offset(slots.latest) + begin, piece, of_region, urgency)])
 
     def _write(self, slots: Slots, slot: int, memory: Tensor, urgency: int = SOON) -> list[Transfer]:
@@ -264,6 +270,17 @@ class Disk:
         """Return when all that was written has gone to the drive."""
         for write in self._begun():
             self._land(write)
+
+    @contextmanager
+    def showing_averages(self) -> Iterator[None]:
+        """Within, between two steps, what is fetched from the disk are averages."""
+        self.forget_ahead()
+        self.shows_averages = True
+        try:
+            yield
+        finally:
+            self.forget_ahead()
+            self.shows_averages = False
 
     def forget_ahead(self) -> None:
         """What was read ahead is of no use any more: it becomes old."""
@@ -295,8 +312,10 @@ class Disk:
             self._go_on_behind(chunk)
         self._read_ahead()
         self._in_use(chunk, read, self._area.give)
+        slots = self.slots[chunk]
+        shows_averages = self.shows_averages and slots.averages is not None
         try:
-            yield self.slots[chunk].fetched_values(read.place)
+            yield (slots.fetched_averages if shows_averages else slots.fetched_values)(read.place)
         finally:
             self._area.give(read.place)
         self._read_ahead()

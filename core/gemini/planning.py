@@ -124,26 +124,32 @@ def partial_names(table: Table, mesh: AnyMesh) -> frozenset[str]:
 
 
 def infos(
-    members: Sequence[Member], wide: torch.dtype, state: dict[str, int], partial: Collection[str] = ()
+    members: Sequence[Member],
+    wide: torch.dtype,
+    state: dict[str, int],
+    partial: Collection[str] = (),
+    averaged: bool = False,
 ) -> list[ParameterInfo]:
     """The search's input: parameters that have no chunk yet.
 
-    state    name -> bytes of the optimizer's state of this rank's rows
-    partial  names of those whose gradients are looked at once more before the update
+    state     name -> bytes of the optimizer's state of this rank's rows
+    partial   names of those whose gradients are looked at once more before the update
+    averaged  an average of each master lies with that state
     """
     found = []
     for member in members:
         reduced = member.own_elements * wide.itemsize if member.trainable else 0
         own, narrow = member.own_elements * member.dtype.itemsize, member.dtype != wide
+        beside = state.get(member.name, 0) + (reduced if averaged else 0)
         # Gradients of this rank alone: masters in the buffer's format are the buffer, where the chunk is resident.
         merges = not member.sharers.sends and not narrow
-        slot = own if not member.trainable else reduced + state.get(member.name, 0) + (own if narrow else 0)
+        slot = own if not member.trainable else reduced + beside + (own if narrow else 0)
         found.append(
             ParameterInfo(
                 member.name,
                 member.buffer_elements * member.dtype.itemsize,
                 0 if merges else reduced,
-                state.get(member.name, 0) + reduced,  # the reduced gradient lies beside the master
+                beside + reduced,  # the reduced gradient lies beside the master
                 member.trainable,
                 str(member.dtype),
                 slot + reduced,

@@ -54,7 +54,7 @@ from core.optim.hessian_free import HessianFree
 from core.optim.kfac import KFAC
 from core.optim.sharded import ShardedOptimizer, step_over, steps_apart
 from core.parallel.data import DataParallel, begin, cast_parameter, on_mesh, with_local
-from core.parallel.parallel_model import Sample
+from core.parallel.parallel_model import FollowsMasters, Sample
 from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.rows import own_rows
 from core.placement.stages import PipelinePlan
@@ -110,6 +110,7 @@ class GeminiReplicas(DataParallel):
         self._final: list[Chunk] = []  # in this step's last backward, and their update has not begun
         self.executor: Executor | None = None
         self.stepping: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds steps of single chunks
+        self.average: FollowsMasters | None = None  # that lies with the masters on a disk
         self.folders = None if config.disk is None else self._open_folders(config.folders)
         try:
             self._spread(materialise)
@@ -236,7 +237,8 @@ class GeminiReplicas(DataParallel):
         transport = Transport(self.mesh, self.zero != 0, self.tier, self.streams, beside)
         state = state_bytes(optimizer, self.masters)
         members = [of[name] for name in (of if traced is None else traced.order)]
-        parameters = infos(members, self.reduce_dtype, state, partial_names(self.table, self.mesh))
+        partial = partial_names(self.table, self.mesh)
+        parameters = infos(members, self.reduce_dtype, state, partial, self.average is not None)
 
         def messages(names: Sequence[Sequence[str]]) -> int:
             return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
@@ -401,6 +403,9 @@ class GeminiReplicas(DataParallel):
             chunk.settle()
             for member in chunk.members:
                 bring_state(self._optimizer, member.master)
+                if self.average is not None and member.trainable:
+                    average = self.average.tensors[member.name]
+                    average.data = average.detach().to(member.master.device, copy=True)
             self.executor.load(chunk)
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
@@ -430,6 +435,8 @@ class GeminiReplicas(DataParallel):
                 "needs all masters at once; use another --optim.name"
             )
         self.disk = Disk(folders, self.device.type == "cuda", optimizer, self.config.durable_every)
+        if self.average is not None:
+            self.disk.averages = self.average.tensors
         at_once = self.mesh.size() > 1 and self._can_update_early and stage_axis(self.mesh) is None
         self.durable = DurableSteps(self.disk, folders.given[0], self.config.durable_every, at_once)
         if self.host.budget_bytes is None:
@@ -532,6 +539,7 @@ class GeminiReplicas(DataParallel):
             found += [chunk.buffer, *(t for t in (chunk.masters, chunk.values) if t is not None)]
             if chunk.trainable and not chunk.alone and chunk.waits is None:
                 found.append(chunk.make_grad())
+        found += [] if self.average is None else self.average.tensors.values()
         return found + [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
     def _host_bytes(self) -> int:
@@ -582,9 +590,16 @@ class GeminiReplicas(DataParallel):
         with self.disk.waiting.at_hand(chunk), self.stepping():
             for member in chunk.members:
                 member.master.grad = chunk.own_grad(member)
-            step_over(self._optimizer, [member.master for member in chunk.members])
+            self._update_chunk(self._optimizer, chunk)
         with torch.no_grad():
             chunk.refresh()
+
+    def _update_chunk(self, optimizer: torch.optim.Optimizer, chunk: Chunk) -> None:
+        """The optimizer's step of a chunk, if it has gradients; its average follows also without."""
+        if _has_gradients(chunk):
+            step_over(optimizer, [member.master for member in chunk.members])
+        if self.average is not None and chunk.trainable:
+            self.average.take_in(member.name for member in chunk.members)
 
     def give_up_updates(self) -> None:
         """No update of this step takes place, not even one that has begun."""
@@ -628,7 +643,7 @@ class GeminiReplicas(DataParallel):
         disk = self.disk
         if disk is not None:  # of what has no gradients nothing is new, and nothing is read
             self._renewed |= {chunk for chunk in self.chunks if chunk.away is not None}
-            learn = [chunk for chunk in learn if _has_gradients(chunk)]
+            learn = [chunk for chunk in learn if self.average is not None or _has_gradients(chunk)]
             disk.wait()
         early = () if disk is None else disk.early
         at_end = [chunk for chunk in learn if chunk not in early]
@@ -644,9 +659,54 @@ class GeminiReplicas(DataParallel):
                 self._renewed.add(chunk)
                 continue
             with nullcontext() if disk is None else disk.at_hand(chunk, following.get(chunk), awaited.get(chunk)):
-                step_over(optimizer, [member.master for member in chunk.members])
+                self._update_chunk(optimizer, chunk)
                 self._renew(chunk)
             self._renewed.add(chunk)
+
+    def empty_like(self, master: Tensor) -> Tensor:
+        if self.folders is None:
+            return super().empty_like(master)
+        return mapped_temporary(self.folders.paths[0], master.shape, master.dtype)
+
+    def keep_average(self, average: FollowsMasters) -> None:
+        """On a disk it lies with the masters, wherever these are, and moves with their updates."""
+        if self.folders is not None:
+            self.average, average.in_parts = average, True
+
+    @contextmanager
+    def showing(self, average: FollowsMasters) -> Iterator[None]:
+        """What lies on a disk is read from there; what lives in memory changes places with the masters.
+
+        A collective: nothing may be written from memory meanwhile.
+        """
+        disk = self.disk
+        if disk is None or self.average is None:
+            with super().showing(average):
+                yield
+            return
+        disk.confirm()
+        there = [chunk for chunk in self.chunks if chunk.trainable and chunk.away is None]
+
+        def exchange() -> None:
+            average.exchange(member.name for chunk in there for member in chunk.members)
+            self._show(there)
+
+        with disk.showing_averages():
+            exchange()
+            try:
+                yield
+            finally:
+                exchange()
+
+    @torch.no_grad()
+    def _show(self, renewed: Sequence[Chunk]) -> None:
+        """Let the device have nothing old: of `renewed` there are other values in memory, of those on a disk there."""
+        assert self.executor is not None
+        for chunk in self.chunks:
+            if chunk in renewed:
+                self._renew(chunk)
+            elif chunk.away is not None and chunk.is_outdated:
+                self.executor.drop(chunk)
 
     def _updated_in_order(self, planned: Chunking | None) -> list[Chunk]:
         """Chunks that learn: as the trace has their updates, then what it has not seen."""

@@ -29,7 +29,7 @@ PIECES = (8, 16, 32, 64)
 PIECE_OF_BUDGET = 16
 """A chunk takes at most this part of the budget, where nothing says that another size is better."""
 
-SLOT_PADDING_BYTES = 3 * 4096
+SLOT_PADDING_BYTES = 4 * 4096
 """What fills up the regions of a slot on the disk, at most."""
 
 MessageBytes = Callable[[Sequence[Sequence[str]]], int]

@@ -1,10 +1,11 @@
 """A chunk's two slots on the disk: what lies where in them, which one has the latest values, which one is durable.
 
-A slot holds this rank's part of everything that is kept of a chunk, in up to three regions that are read apart:
+A slot holds this rank's part of everything that is kept of a chunk, in up to four regions that are read apart:
 
-    masters  in the reductions' format; of a frozen chunk there are none
-    values   in the buffer's format, where that is another one or the chunk is frozen
-    state    of the optimizer, whatever it keeps: tensor behind tensor
+    masters   in the reductions' format; of a frozen chunk there are none
+    values    in the buffer's format, where that is another one or the chunk is frozen
+    averages  of the masters, in their format and order, where there are any
+    state     of the optimizer, whatever it keeps: tensor behind tensor
 
 Whoever updates reads the latest slot whole and writes the one that the last durable generation does not hold, so no
 byte of that generation is ever written over. Whoever fetches reads one region.
@@ -22,9 +23,15 @@ from core.pinned import whole_blocks
 STATE_ALIGNMENT = 64
 """Bytes: tensors of the state begin at multiples of it."""
 
+AVERAGE = "average of weights"
+"""The key of a master's average: no optimizer's state has one of this name."""
+
+NARROWED_ELEMENTS = 1 << 18
+"""So many averages at once are brought into the buffer's format."""
+
 
 class Part(NamedTuple):
-    """A tensor in a slot: of a parameter its value (key "") or one of the optimizer's state.
+    """A tensor in a slot: of a parameter its value (key ""), its average, or one of the optimizer's state.
 
     offset  of its first byte from the beginning of the slot
     """
@@ -54,6 +61,7 @@ class Region(NamedTuple):
 class Slots:
     """live  what the optimizer keeps of each member, its own dict; tensors of it with dims go to the slots
 
+    kept       averages of the masters, by name; none where nobody averages
     parts      of values and of the state
     file       the name of the one on whose drive they lie
     base       of the first slot in it; the second one follows
@@ -61,8 +69,9 @@ class Slots:
     checksums  of each slot, by region
     """
 
-    def __init__(self, chunk: Chunk, live: dict[Member, dict[str, Any]]):
+    def __init__(self, chunk: Chunk, live: dict[Member, dict[str, Any]], kept: Mapping[str, Tensor] | None = None):
         self.chunk, self.live, self.file, self.base = chunk, live, "", 0
+        self.kept = kept or {}
         self.state = {member: _with_dims(kept) for member, kept in live.items()}
         self.regions: list[Region] = []
         self.parts: list[Part] = []
@@ -72,12 +81,12 @@ class Slots:
         self._masters = self._flat(chunk.wide) if chunk.trainable else None
         narrow = not chunk.trainable or chunk.dtype != chunk.wide
         self._values = self._flat(chunk.dtype) if narrow else None
-        kept = self._masters if self._masters is not None else self._values
-        assert kept is not None
-        itemsize = (chunk.wide if chunk.trainable else chunk.dtype).itemsize
-        for member in chunk.members:
-            offset = kept.begin + member.own_offset * itemsize
-            self.parts.append(Part(member.name, "", offset, member.master.dtype, tuple(member.master.shape)))
+        of_values = self._masters if self._masters is not None else self._values
+        assert of_values is not None
+        self._lay_out("", of_values, chunk.wide if chunk.trainable else chunk.dtype)
+        self.averages = self._flat(chunk.wide) if self.kept and chunk.trainable else None
+        if self.averages is not None:
+            self._lay_out(AVERAGE, self.averages, chunk.wide)
         self._lay_out_state()
         self.num_bytes = self._end
 
@@ -123,6 +132,18 @@ class Slots:
         """[own] what fills the buffer, of the bytes of the region that a fetch reads."""
         return region[: self.chunk.own_elements * self.chunk.dtype.itemsize].view(self.chunk.dtype)
 
+    def fetched_averages(self, region: Tensor) -> Tensor:
+        """[own] the averages in the buffer's format, of the bytes of their region, in which they are brought into it.
+
+        In order, some at a time: none is written over before it is read.
+        """
+        values = self.fetched_values(region)
+        if self.chunk.dtype != self.chunk.wide:
+            wide = region[: self.chunk.own_elements * self.chunk.wide.itemsize].view(self.chunk.wide)
+            for narrow, averages in zip(values.split(NARROWED_ELEMENTS), wide.split(NARROWED_ELEMENTS), strict=True):
+                narrow.copy_(averages.to(narrow.dtype))
+        return values
+
     def settle_state(self) -> None:
         """The optimizer may have put other tensors in the place of its own: their values go to the slot."""
         for member, live in self.live.items():
@@ -154,7 +175,10 @@ class Slots:
         of = {member.name: member for member in self.chunk.members}
         for part in self.parts:
             member = of[part.name]
-            yield (self.state[member][part.key] if part.key else member.master), part
+            if part.key == AVERAGE:
+                yield self.kept[part.name], part
+            else:
+                yield (self.state[member][part.key] if part.key else member.master), part
 
     def _own(self, slot: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
         return slot[region.begin : region.begin + self.chunk.own_elements * dtype.itemsize].view(dtype)
@@ -167,6 +191,12 @@ class Slots:
         self._end = found.end
         self.regions.append(found)
         return found
+
+    def _lay_out(self, key: str, region: Region, dtype: torch.dtype) -> None:
+        """Of each member what lies flat in a region."""
+        for member in self.chunk.members:
+            offset = region.begin + member.own_offset * dtype.itemsize
+            self.parts.append(Part(member.name, key, offset, member.master.dtype, tuple(member.master.shape)))
 
     def _lay_out_state(self) -> None:
         offset = self._end

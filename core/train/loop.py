@@ -110,8 +110,8 @@ def fit(
     state.curvature = curvature_of(parallel, optimizer, predict, config)
     _check_asynchronous(parallel, optimizer, average)
     _check_local(parallel, average)
-    if config.gemini.disk is not None and average is not None:
-        raise UserError("gemini.disk with an average of the weights: it would lie in memory whole; leave one out")
+    if average is not None:
+        parallel.keep_average(average)
     axis = data_axis(parallel.whole_mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
@@ -198,7 +198,8 @@ def nothing_between(state: TrainState, config: TrainConfig) -> bool:
     """Return whether a gradient is what its update takes: not clipped, scaled, exchanged or looked at meanwhile."""
     parallel = state.parallel
     is_scaled = state.loss_scale.dynamic or state.loss_scale.factor != 1.0
-    others = state.noise, state.curvature, state.average, parallel.local, parallel.compression, parallel.coded
+    average = None if state.average is None or state.average.in_parts else state.average
+    others = state.noise, state.curvature, average, parallel.local, parallel.compression, parallel.coded
     return config.optim.clip_norm is None and not is_scaled and all(other is None for other in others)
 
 

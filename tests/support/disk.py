@@ -1,13 +1,13 @@
 """A small GPT trained with Gemini's disk, killed at the n-th call of the drive again and again, or let down by it.
 
-python -m tests.support.disk FOLDER KILLS [SEED] [early]
-python -m tests.support.disk FOLDER EIO|ENOSPC|short [FIRST [STRIDE]] [early]
+python -m tests.support.disk FOLDER KILLS [SEED] [early] [average]
+python -m tests.support.disk FOLDER EIO|ENOSPC|short [FIRST [STRIDE]] [early] [average]
 
 Every run is a fork of one process that has imported everything and joined no group. In a killed run a write is torn:
 half of it is on the drive when the process ends. The second form lets every call, or each STRIDE-th from the FIRST on,
 fail once, each in a run of its own: with an error the command ends with one line and 2, and the next run goes on from
 the last durable step; a short transfer is gone on with. `early`: nothing is clipped, and updates begin beside the
-backward.
+backward. `average`: of the weights, which is compared like them.
 """
 
 import errno
@@ -33,7 +33,7 @@ from core.runtime import join
 from core.train import TrainConfig, TrainState
 from core.train.loop import train_step
 from tests.parity.test_train import GPT2
-from tests.support.training import Case, batch_of, build, loss, weight
+from tests.support.training import Case, batch_of, build, gemini_of, loss, weight
 
 STEPS = 4
 CASE = Case(
@@ -122,8 +122,37 @@ def train(case: Case, folder: Path, out: Path, nth: int | None, fault: str = "ki
     with Counted(nth, FAULTS[fault]) as calls:
         state, config = build(replace(case, disk=folder))
         go_on(state, config, out.with_suffix(".done"))
-    torch.save({name: master.clone() for name, master in state.parallel.masters.items()}, out)
+    torch.save({name: value.clone() for name, value in learned(state).items()}, out)
     out.with_suffix(".calls").write_text(str(calls.count))
+
+
+def learned(state: TrainState) -> dict[str, torch.Tensor]:
+    """The masters, and their averages where there are any."""
+    averages = {} if state.average is None else state.average.tensors
+    return state.parallel.masters | {f"average/{name}": average for name, average in averages.items()}
+
+
+def counted_and_planned(state: TrainState, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Bytes (read, written) of the third step and its durable copy, and those that follow from its plan."""
+    replicas = gemini_of(state.parallel)
+    disk, planned = replicas.disk, replicas.planned
+    assert disk is not None
+    assert planned is not None
+    before = (0, 0)
+    for step in range(3):
+        before = disk.moved_bytes
+        train_step(state, batch_of(CASE, step), loss, weight, config, step)
+        state.commit(step + 1, config)
+    fetches = [move.chunk for moves in planned.plan.moves for move in moves if move.kind in ("fetch", "prefetch")]
+    read = written = 0
+    for chunk, slots in disk.slots.items():
+        written += slots.num_bytes if chunk.trainable else 0
+        if chunk in disk.away:
+            begin, end = slots.fetched
+            read += fetches.count(chunk.index) * (end - begin) + sum(b - a for a, b in slots.updated)
+    waiting = sum(gradient.num_bytes for gradient in disk.waiting.of.values())
+    read, written = read + waiting, written + waiting
+    return (disk.moved_bytes[0] - before[0], disk.moved_bytes[1] - before[1]), (read, written)
 
 
 def forked(*args: Any, said: Path | None = None) -> int:
@@ -218,7 +247,8 @@ def let_down(case: Case, folder: Path, fault: str, first: int = 1, stride: int =
 
 if __name__ == "__main__":
     where, what, *others = sys.argv[1:]
-    chosen, rest = EARLY if "early" in others else CASE, [int(word) for word in others if word != "early"]
+    chosen, rest = EARLY if "early" in others else CASE, [int(word) for word in others if word.isdigit()]
+    chosen = replace(chosen, average=0.9, host="240KB") if "average" in others else chosen
     found = (
         main(chosen, Path(where), int(what), *rest) if what.isdigit() else let_down(chosen, Path(where), what, *rest)
     )

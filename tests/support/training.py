@@ -22,6 +22,7 @@ from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
 from core.nn.attention import StepContext
+from core.optim.average import WeightAverage, ramp
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.prediction import Prediction
 from core.optim.schedule import ScheduleConfig
@@ -62,6 +63,7 @@ class Case:
     disk: Path | None = None
     clip: float | None = CLIP
     segments: Segments | None = None
+    average: float | None = None
 
 
 def batch_of(case: Case, step: int) -> dict[str, torch.Tensor]:
@@ -125,7 +127,11 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     optimizer = build_optimizer(config.optim, parallel.masters)
     sizes = config.microbatch_rows(case.batch // data_axis(mesh).size())
     parts = [{k: v[:rows] for k, v in batch_of(case, 0).items()} for rows in sizes]
-    state = TrainState(parallel, optimizer, LossScale(config.precision), {})
+    average = None
+    if case.average is not None:
+        average = WeightAverage(parallel.masters, ramp(case.average), empty_like=parallel.empty_like)
+        parallel.keep_average(average)
+    state = TrainState(parallel, optimizer, LossScale(config.precision), {}, average)
     state.curvature = curvature_of(parallel, optimizer, predicted, config)
     parallel.updates_as_final = nothing_between(state, config)
     parallel.prepare(

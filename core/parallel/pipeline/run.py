@@ -36,7 +36,7 @@ from core.comm.coded_rows import RowCode
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
 from core.config import UserError
 from core.parallel.data import DataParallel
-from core.parallel.parallel_model import ParallelModel, Sample
+from core.parallel.parallel_model import FollowsMasters, ParallelModel, Sample
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.foreseen import ForeseenStep
 from core.parallel.pipeline.messages import MOST_UNFINISHED, Exchange, Meeting, Message, with_messages
@@ -126,6 +126,16 @@ class Pipeline(ParallelModel):
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self.inner.prepare(optimizer, None if sample is None else lambda: [ForeseenStep(self, sample())])
         self.durable = self.inner.durable
+
+    def empty_like(self, master: Tensor) -> Tensor:
+        return self.inner.empty_like(master)
+
+    def keep_average(self, average: FollowsMasters) -> None:
+        self.inner.keep_average(average)
+
+    def showing(self, average: FollowsMasters) -> AbstractContextManager[None]:
+        # On a disk no stage shares a parameter, whose copies elsewhere take over the master's value.
+        return super().showing(average) if self.durable is None else self.inner.showing(average)
 
     def close(self) -> None:
         self.inner.close()

@@ -38,7 +38,7 @@ from core.runtime import join
 from core.trace.machine import Bandwidth
 from core.train import TrainState
 from core.train.loop import train_step
-from tests.support.disk import CASE, STEPS, Counted, failing, go_on, half
+from tests.support.disk import CASE, STEPS, Counted, counted_and_planned, failing, go_on, half
 from tests.support.disk_plans import pages_in_cache
 from tests.support.gemini import Net
 from tests.support.gemini import batch as net_batch
@@ -174,29 +174,6 @@ def test_bit_equal_in_budgets_drawn_at_random(opened, optim: str, precision: Any
     assert replicas.tier.peak_bytes <= replicas.tier.budget_bytes
     for name, master in state.parallel.masters.items():
         assert torch.equal(master - expected["start"][name].value, expected["displacement"][name].value), name
-
-
-def counted_and_planned(state: TrainState, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Bytes (read, written) of the third step and its durable copy, and those that follow from its plan."""
-    replicas = gemini_of(state.parallel)
-    disk, planned = replicas.disk, replicas.planned
-    assert disk is not None
-    assert planned is not None
-    before = (0, 0)
-    for step in range(3):
-        before = disk.moved_bytes
-        train_step(state, batch_of(CASE, step), loss, weight, config, step)
-        state.commit(step + 1, config)
-    fetches = [move.chunk for moves in planned.plan.moves for move in moves if move.kind in ("fetch", "prefetch")]
-    read = written = 0
-    for chunk, slots in disk.slots.items():
-        written += slots.num_bytes if chunk.trainable else 0
-        if chunk in disk.away:
-            begin, end = slots.fetched
-            read += fetches.count(chunk.index) * (end - begin) + sum(b - a for a, b in slots.updated)
-    waiting = sum(gradient.num_bytes for gradient in disk.waiting.of.values())
-    read, written = read + waiting, written + waiting
-    return (disk.moved_bytes[0] - before[0], disk.moved_bytes[1] - before[1]), (read, written)
 
 
 @pytest.mark.parametrize(
