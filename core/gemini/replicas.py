@@ -1,6 +1,6 @@
 """Gemini as the training loop sees it: one more way to spread a model over the data axes.
 
-    parallel.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete. Microbatches
+    parallel.run(microbatches, loss)   chunks come and go, and gradients are reduced as they are complete; microbatches
                                        run one after the other, or by blocks (`core.gemini.order`)
     parallel.reduce()                  every master has its gradient, on the side where it lives
     parallel.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
