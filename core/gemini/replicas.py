@@ -467,7 +467,12 @@ class GeminiReplicas(DataParallel):
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         if self.vertical is None or not 1 < len(microbatches) <= self.vertical.most:
             return super().run(microbatches, loss, scale)
-        return self.vertical.run(microbatches, loss, scale)
+        try:
+            return self.vertical.run(microbatches, loss, scale)
+        except BaseException:
+            self.give_up_updates()
+            self.hooks.give_up()
+            raise
 
     @contextmanager
     def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
