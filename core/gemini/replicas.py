@@ -1,6 +1,6 @@
 """Gemini as the training loop sees it: one more way to spread a model over the data axes.
 
-    parallel.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete. Microbatches
+    parallel.run(microbatches, loss)   chunks come and go, and gradients are reduced as they are complete; microbatches
                                        run one after the other, or by blocks (`core.gemini.order`)
     parallel.reduce()                  every master has its gradient, on the side where it lives
     parallel.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
@@ -482,7 +482,12 @@ class GeminiReplicas(DataParallel):
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         if self.vertical is None or not 1 < len(microbatches) <= self.vertical.most:
             return super().run(microbatches, loss, scale)
-        return self.vertical.run(microbatches, loss, scale)
+        try:
+            return self.vertical.run(microbatches, loss, scale)
+        except BaseException:
+            self.give_up_updates()
+            self.hooks.give_up()
+            raise
 
     @contextmanager
     def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:

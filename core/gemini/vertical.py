@@ -85,11 +85,11 @@ class VerticalOrder(Pipeline):
             raise NotByBlocks(self.why)
 
     def require_few(self, num_microbatches: int) -> None:
-        """Raises NotByBlocks for so many microbatches that planning would keep a run that did not ask for it waiting."""
+        """Raises NotByBlocks for so many microbatches that a run which did not ask for it would wait for its plan."""
         if (number := self.stages.num_stages) * num_microbatches > MOST_FORESEEN:
             raise NotByBlocks(
-                f"{number} blocks of {num_microbatches} microbatches would take long to plan; to have them planned, give "
-                "--gemini.order vertical"
+                f"{number} blocks of {num_microbatches} microbatches would take long to plan; to have them planned, "
+                "give --gemini.order vertical"
             )
 
     def schedule(self, num_microbatches: int) -> Schedule:
