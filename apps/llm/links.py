@@ -17,16 +17,25 @@ from rich.table import Table
 
 from apps.llm.config import PretrainConfig, run_shape
 from core.config import UserError, in_words, option, time_in_words
-from core.estimate import Machine, ModelShape, RunShape, estimate_memory, estimate_time, sent_bytes
+from core.estimate import (
+    Machine,
+    ModelShape,
+    RunShape,
+    data_parallel_bytes,
+    estimate_memory,
+    estimate_time,
+    sent_bytes,
+)
 from core.mesh import Zero
 from core.parallel.compress import CommConfig
 from core.parallel.local import LocalTrainingConfig
+from core.parallel.local_steps import is_due, num_due
 from core.runtime import ranks_of
 
 ROUND, FRAGMENTS, OVERLAP = 50, 2, 5
 """Of forms that meet seldom: steps of a round, parts of the model, steps that an average may take."""
-WHOLE_SHARE, WHOLE_STEPS = 10, 16
-"""Signs are learned in a tenth of all steps (1-bit Adam), or as many first ones (0/1 Adam)."""
+WHOLE_SHARE, WHOLE_STEPS, LOCAL_STEPS = 10, 16, 16
+"""Signs are learned in a tenth of all steps (1-bit Adam), or as many first ones (0/1 Adam); its most local steps."""
 
 
 class Penalty(NamedTuple):
@@ -36,6 +45,7 @@ class Penalty(NamedTuple):
     source: str
 
 
+_ZERO_ONE = "Lu et al. 2022, arXiv:2202.06009: the convergence speed of Adam"
 NONE = Penalty(0.0, "gradients go whole")
 PUBLISHED = {
     "PowerSGD": Penalty(0.0, "Vogels et al. 2019, arXiv:1905.13727: test performance on par with SGD"),
@@ -44,7 +54,8 @@ PUBLISHED = {
     ),
     "1-bit Adam": Penalty(0.0, "Tang et al. 2021, arXiv:2102.02888: with Adam's convergence speed"),
     "1-bit LAMB": Penalty(0.0, "Li et al. 2021, arXiv:2104.06069: with LAMB's convergence speed"),
-    "0/1 Adam": Penalty(0.0, "Lu et al. 2022, arXiv:2202.06009: the convergence speed of Adam"),
+    "0/1 Adam": Penalty(0.0, _ZERO_ONE),
+    "0/1 Adam, local steps": Penalty(0.0, _ZERO_ONE),
     "DiLoCo": Penalty(0.0, "Douillard et al. 2023, arXiv:2311.08105: 8 workers as synchronous training, H = 500"),
     "Streaming DiLoCo": Penalty(0.0, "Douillard et al. 2025, arXiv:2501.18512: similar quality in 4 bits"),
     "MuLoCo": Penalty(0.0, "Thérien et al. 2025, arXiv:2505.23725: next to no degradation in 2 bits"),
@@ -118,6 +129,8 @@ def forms(config: PretrainConfig) -> list[Form]:
     inside: Zero | None = None if config.zero and config.mesh.dp_replicate is not None else 0  # what a worker is
     fragments, few = min(FRAGMENTS, config.model.num_layers), LocalTrainingConfig(every=ROUND, bits=2)
     streaming = replace(few, bits=4, fragments=fragments, overlap=OVERLAP)
+    first = max(WHOLE_STEPS, config.steps // WHOLE_SHARE)
+    alone = CommConfig("zero_one", start=WHOLE_STEPS, local_steps=LOCAL_STEPS, local_start=first)
     in_signs, name = CommConfig("one_bit", start=max(1, config.steps // WHOLE_SHARE)), config.optim.name
     listed = [
         *(Form(kind, zero) for kind, zero in _PLAIN.items()),
@@ -127,6 +140,7 @@ def forms(config: PretrainConfig) -> list[Form]:
         Form("random-k", 0, CommConfig("random_k")),
         Form("1-bit LAMB" if name == "lamb" else "1-bit Adam", 0, in_signs),
         Form("0/1 Adam", 0, CommConfig("zero_one", start=WHOLE_STEPS)),
+        Form("0/1 Adam, local steps", 0, alone),
         Form("DiLoCo", inside, local=LocalTrainingConfig(every=ROUND)),
         Form("MuLoCo" if name == "muon" else "DiLoCo in 2 bits", inside, local=few),
         Form("Streaming DiLoCo", inside, local=streaming),
@@ -148,7 +162,8 @@ def _kind(config: PretrainConfig, listed: Sequence[Form]) -> str:
         return plain if comm.activations is None else "8-bit activations"
 
     def traits(comm: CommConfig, local: LocalTrainingConfig) -> tuple[object, ...]:
-        return comm.compress, comm.codes_shards, local.every > 0, local.fragments > 1, local.bits is not None
+        of_rounds = local.every > 0, local.fragments > 1, local.bits is not None
+        return comm.compress, comm.has_local_steps, comm.codes_shards, *of_rounds
 
     alike = (form.kind for form in listed if traits(form.comm, form.local) == traits(comm, local))
     return next(alike, "this form")
@@ -175,11 +190,23 @@ def whole_steps(config: PretrainConfig) -> int:
         return 0
     if comm.compress != "zero_one":
         return min(comm.start, steps)
-    found = doublings = 0
-    while (begin := comm.start * (2**doublings - 1)) < steps:  # then every 2^doublings-th of start 2^doublings steps
-        found += min(comm.start, -(-(steps - begin) // 2**doublings))
-        doublings += 1
-    return found
+    return num_due(min(steps, _first_local(config)), comm.start)
+
+
+def local_steps(config: PretrainConfig) -> int:
+    """Steps of the run that a rank takes by itself, and sends nothing."""
+    comm, steps = config.comm, max(0, num_steps(config) - _first_local(config))
+    if not comm.has_local_steps:
+        return 0
+    sums = num_due(steps, comm.local_each, comm.local_steps)
+    ends = num_steps(config) == config.steps and steps > 0  # the last step of a run adds up in any case
+    return steps - sums - (ends and not is_due(steps - 1, comm.local_each, comm.local_steps))
+
+
+def _first_local(config: PretrainConfig) -> int:
+    """The step from which on second moments stay."""
+    start = config.comm.local_start if config.comm.has_local_steps else None
+    return num_steps(config) if start is None else start
 
 
 def num_steps(config: PretrainConfig) -> int:
@@ -191,12 +218,16 @@ def planned(form: Form, config: PretrainConfig, model: ModelShape, machine: Mach
     """Raises UserError where the form does not go with the run."""
     given = form.of(config)
     run = run_shape(given)
-    share = whole_steps(given) / num_steps(given)
-    step_s, sent = _of_a_step(model, run, machine)
+    share, alone = (number / num_steps(given) for number in (whole_steps(given), local_steps(given)))
+    of_one = step_s, sent = _of_a_step(model, run, machine)
+    if alone:  # as the others, but for what data-parallel ranks send
+        between = data_parallel_bytes(model, run)
+        step_s, sent = step_s - alone * between / machine.bandwidth, sent - alone * between
     if share:
         comm = CommConfig(activations=given.comm.activations)
         of_whole = _of_a_step(model, run_shape(replace(given, comm=comm, local=LocalTrainingConfig())), machine)
-        step_s, sent = (share * w + (1 - share) * own for w, own in zip(of_whole, (step_s, sent), strict=True))
+        more = (share * (whole - own) for whole, own in zip(of_whole, of_one, strict=True))
+        step_s, sent = (mean + part for mean, part in zip((step_s, sent), more, strict=True))
     workers = run.num_workers if run.local_every else run.num_gradient_ranks
     return Planned(form, step_s, sent, estimate_memory(model, run).peak_bytes, penalty_of(form.kind, workers))
 

@@ -71,7 +71,7 @@ WITHOUT_EFFECT = (
     *("data.on_error", "data.cache", "optim.lr", "optim.clip_norm", "optim.schedule.shape", "optim.schedule.final"),
     *("optim.schedule.warmup_steps", "optim.schedule.scaling"),
     *("pipeline.clip", "pipeline.correction_strength", "pipeline.correction_steps"),
-    *("comm.start", "comm.settled", "comm.report_every"),
+    *("comm.start", "comm.settled", "comm.local_start", "comm.local_each", "comm.report_every", "local.report_every"),
     *("elastic.store", "elastic.min", "elastic.max", "elastic.buddy_every", "elastic.lost_after"),
     *("local.start", "local.outer_lr", "local.nesterov", "local.overlap", "local.mix"),
 )
@@ -169,7 +169,7 @@ def without_effect(config: LLMPlanConfig, foreign: ForeignModel | None = None) -
     if foreign is None and not is_traced(config):
         found.add("memory_gb_s")
     if foreign is None and config.machine is not None and is_compared(config, set()):  # by a run's mean step
-        found -= {"comm.start"} if config.comm.compress is not None else set()
+        found -= {"comm.start", "comm.local_start", "comm.local_each"} if config.comm.compress is not None else set()
         found -= {"local.start"} if config.local.every else set()
     return found - set(WITH_A_BUDGET if is_traced(config) else ())
 

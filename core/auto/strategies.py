@@ -276,7 +276,7 @@ def _can_send(run: RunShape) -> bool:
     """Whether a run on this mesh and level of ZeRO would start with its messages."""
     comm = run.comm
     try:
-        comm.check_mesh(run.pp, run.ep)
+        comm.check_mesh(run.pp, run.ep, run.cp)
         comm.check_activations(run.mesh)
         check_shards(comm, run.zero)
         check_nodes(comm, mesh_shape(run.mesh))

@@ -32,7 +32,7 @@ from core.estimate.shape import (
     megatron_block,
 )
 from core.estimate.step import StepEstimate, estimate_step
-from core.estimate.time import Machine, TimeEstimate, estimate_time, sent_bytes
+from core.estimate.time import Machine, TimeEstimate, data_parallel_bytes, estimate_time, sent_bytes
 
 __all__ = [
     "BlockShape",
@@ -48,6 +48,7 @@ __all__ = [
     "TimeEstimate",
     "Timeline",
     "Weight",
+    "data_parallel_bytes",
     "decoder_shape",
     "draw_timelines",
     "estimate_memory",

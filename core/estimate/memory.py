@@ -243,7 +243,8 @@ def _rank_memory(
     compressed = model.compressed(run)
     errors, exchanged = compressed.kept_bytes, run.wide_bytes * compressed.updated
     if run.comm.compress in IN_SIGNS:  # the new momenta, whole, and errors
-        exchanged = compressed.kept_bytes - compressed.whole
+        without = model.compressed(replace(run, comm=replace(run.comm, local_steps=1)))
+        exchanged = without.kept_bytes - without.whole
     head = _head_bytes(model, run, has_head=rank in stages.last_ranks)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)

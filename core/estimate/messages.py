@@ -235,7 +235,7 @@ class _Rank:
 
     def _momenta(self) -> Iterator[_Message]:
         """Of a step in signs behind one whose gradients were whole (`core.parallel.one_bit.InSigns`)."""
-        if self.run.comm.compress == "zero_one":
+        if self.run.comm.compress == "zero_one" and not self.run.comm.has_local_steps:
             for name in self._compressed:
                 row = self.table[name]
                 if not row.whole:

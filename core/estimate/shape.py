@@ -281,9 +281,10 @@ class ModelShape:
                 row = self._row(weight, run)
                 whole, updated = (math.prod(layout.largest_shape()) for layout in (row.layout, row.master))
                 sent = wire_bytes(row.layout, run.comm, run.num_gradient_ranks, run.wide_bytes)
-                if run.comm.compress == "zero_one" and not row.whole:
+                if run.comm.compress == "zero_one" and not run.comm.has_local_steps and not row.whole:
                     sent += wire_share("all_reduce", run.shard_ranks) * momentum_bytes(whole, run.wide_bytes)
-                kept = COMPRESSIONS[run.comm.compress].kept(whole, run.num_gradient_ranks, run.wide_bytes)
+                sizes = whole, run.num_gradient_ranks, run.wide_bytes, run.width_bytes
+                kept = COMPRESSIONS[run.comm.compress].kept(run.comm, *sizes)
                 found = Compressed(
                     found.whole + whole, found.updated + updated, found.kept_bytes + kept, found.wire_bytes + sent
                 )

@@ -43,12 +43,13 @@ from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.home import WholeMatrixOptimizer
 from core.optim.spec import spec_of
 from core.parallel.correction import CORRECTIONS
-from core.parallel.one_bit import InSigns, ZeroOne
+from core.parallel.one_bit import InSigns
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.pipeline.run import Pipeline
 from core.parallel.pipeline.schedule import SCHEDULES, Action, Kind, PipelineConfig, schedule
 from core.parallel.pipeline.shapes import Form
 from core.parallel.pipeline.stages import split_into_stages
+from core.parallel.zero_one import ZeroOne
 from core.placement.stages import StageSplit
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan, model_plan, parameter_names, set_parameter
@@ -333,8 +334,8 @@ class _Step:
         states = [value for of_one in optimizer.state.values() for value in of_one.values()]
         state, counters = _storages(states), _storages(t for t in states if isinstance(t, Tensor) and not t.ndim)
         sums = self._run_stages(account, spread) if staged else self._run_whole(account, spread)
-        if isinstance(spread.compression, ZeroOne):  # many of its steps come behind one that was sent whole
-            spread.compression.momenta = None
+        if isinstance(spread.compression, ZeroOne) and spread.compression.local is None:
+            spread.compression.momenta = None  # many of its steps come behind one that was sent whole
         spread.reduce()
         gradients = _storages(master.grad for master in held.values() if master.grad is not None)
         update(account, spread, optimizer)
@@ -418,7 +419,7 @@ def traced(mesh: DeviceMesh, speed: Speed) -> Iterator["StepAccount"]:
 class NoMoments:
     """`core.parallel.one_bit.Moments` whose state nobody reads: tensors without memory have no values."""
 
-    beta1, beta2 = 0.9, 0.999
+    beta1, beta2, bound = 0.9, 0.999, 1.0
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -426,9 +427,21 @@ class NoMoments:
     def momentum(self, name: str) -> None:
         return None
 
-    variance = moves = momentum
+    variance = moves = root = momentum
+
+    def rate(self, group: int) -> tuple[float, float]:
+        return 1.0, 0.0
+
+    def standing(self, name: str) -> tuple[int, int]:
+        return 1, 0
 
     def step(self, in_signs: bool) -> None:
+        self.optimizer.step()
+
+    def count(self, names: Sequence[str]) -> None:
+        pass
+
+    def arrive(self, ways: Mapping[str, tuple[float, float, float]]) -> None:
         self.optimizer.step()
 
     def counts(self) -> dict[str, int]:

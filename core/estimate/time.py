@@ -61,7 +61,7 @@ def estimate_time(model: ModelShape, run: RunShape, machine: Machine) -> TimeEst
 
 def sent_bytes(model: ModelShape, run: RunShape) -> float:
     """Bytes that one rank sends over its link in a step, by rings; of workers that train locally in a mean one."""
-    sent = _data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
+    sent = data_parallel_bytes(model, run) + _model_parallel_bytes(model, run) + _pipeline_bytes(model, run)
     return sent + _stage_replicas_bytes(model, run)
 
 
@@ -77,7 +77,7 @@ def step_flops(model: ModelShape, run: RunShape) -> float:
     return flops * run.tokens * run.num_microbatches / (run.tp * run.pp)
 
 
-def _data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
+def data_parallel_bytes(model: ModelShape, run: RunShape) -> float:
     """Sent by one rank: gradients (fp32 or wider) once, or each microbatch; parameters once, at ZeRO-3 twice each.
 
     Those of experts only among the ranks that hold copies. Of workers that train locally only within each, and a share

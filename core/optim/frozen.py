@@ -11,6 +11,11 @@ All elements of m that were sent as signs are as large as their mean, and where 
 here, which Adam's own step keeps to, too (Kingma and Ba 2015, section 2.1); it is not in the papers. Elements whose
 second moment's root is at most eps have a momentum of zero.
 
+What has come of several steps (`core.parallel.local_steps`) is one update: D the product of 1 - lr weight_decay, s
+what rates lr / (1 - beta1^t) add up to, R what rates lr do, of which each is decayed with the steps behind it:
+
+    p <- D p - R u,  u = m s / R / r
+
 LAMB's ratio |p| / |u| is not taken of such an m. a is its average (9 : 1) over the steps that learned v; f corrects it
 by a second moment w that goes on, of gradients that are told from momenta:
 
@@ -23,7 +28,7 @@ and section 4.2; Lu et al. 2022, 0/1 Adam, arXiv:2202.06009.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +58,7 @@ class Frozen(ABC):
         if len(betas) != 1:
             raise UserError(f"momenta sent in signs with {len(betas)} pairs of betas; give all parameters the same")
         ((self.beta1, self.beta2),) = betas
+        self.bound = max(1.0, (1 - self.beta1) / (1 - self.beta2) ** 0.5)
 
     def _state(self, name: str) -> dict[str, Any]:
         return self.optimizer.state.get(self.masters[name], {})
@@ -71,6 +77,21 @@ class Frozen(ABC):
         found = self.variance(name)
         return None if found is None else found.sqrt() > self.groups[id(self.masters[name])]["eps"]
 
+    def rate(self, group: int) -> tuple[float, float]:
+        """Learning rate and weight decay."""
+        found = self.optimizer.param_groups[group]
+        return found["lr"], found["weight_decay"]
+
+    def standing(self, name: str) -> tuple[int, int]:
+        """t, 0 before the first step, and the place of its group; both 0 of a part without elements."""
+        group = self.groups.get(id(self.masters[name]))
+        places = (place for place, one in enumerate(self.optimizer.param_groups) if one is group)
+        return int(self._state(name).get("step", 0)), next(places, 0)
+
+    def root(self, name: str) -> Tensor | None:
+        """r"""
+        return self._root(name) if "exp_avg_sq" in self._state(name) else None
+
     def _learned(self, name: str) -> int:
         """k"""
         return int(self._state(name)["step"]) - self.in_signs[name]
@@ -81,12 +102,24 @@ class Frozen(ABC):
             self.learn()
             return
         present = [name for name, master in self.masters.items() if master.grad is not None]
-        for name in present:
+        self.count(present)
+        self.move(self._held(present))
+
+    def count(self, names: Iterable[str]) -> None:
+        """Take note of a step of momenta."""
+        for name in names:
             self.in_signs[name] += 1
-        held = [name for name in present if "exp_avg_sq" in self._state(name)]  # else none of it has moved yet
-        for name in held:
-            self._state(name)["step"] += 1
-        self.move(held)
+            if name in self._held((name,)):
+                self._state(name)["step"] += 1
+
+    def _held(self, names: Iterable[str]) -> list[str]:
+        """Those with a state; of others nothing has moved yet."""
+        return [name for name in names if "exp_avg_sq" in self._state(name)]
+
+    @torch.no_grad()
+    def arrive(self, ways: Mapping[str, tuple[float, float, float]]) -> None:
+        """One update of several steps of momenta, that were counted.  ways: name -> (D, s, R)"""
+        raise AssertionError(f"{type(self).__name__} takes momenta step by step")
 
     @abstractmethod
     def learn(self) -> None:
@@ -107,8 +140,7 @@ class Frozen(ABC):
         return (m / (1 - self.beta1 ** int(self._state(name)["step"]))).div_(self._root(name))
 
     def _bounded(self, u: Tensor) -> Tensor:
-        most = max(1.0, (1 - self.beta1) / (1 - self.beta2) ** 0.5)
-        return u.clamp_(-most, most)
+        return u.clamp_(-self.bound, self.bound)
 
     def counts(self) -> dict[str, int]:
         return dict(self.in_signs)
@@ -141,6 +173,16 @@ class FrozenAdam(Frozen):
             assert grad is not None
             m = own(self._state(name)["exp_avg"]).copy_(own(grad))
             self._apply(name, self._bounded(self._direction(name, m)))
+
+    @torch.no_grad()
+    def arrive(self, ways: Mapping[str, tuple[float, float, float]]) -> None:
+        for name in self._held(ways):
+            (kept, weight, rate), grad = ways[name], self.masters[name].grad
+            assert grad is not None
+            m, value = own(self._state(name)["exp_avg"]).copy_(own(grad)), own(self.masters[name].detach())
+            value.mul_(kept)
+            if rate:
+                value.sub_(self._bounded((m * (weight / rate)).div_(self._root(name))).mul_(rate))
 
     def _apply(self, name: str, step: Tensor) -> None:
         master = self.masters[name]

@@ -97,6 +97,16 @@ class CodedSum:
             self.sent += wire_share(operation, self.num_workers) * coded.nbytes
         return code.decode(coded, given.dtype).flatten()[: given.numel()]
 
+    def waiting(self, index: int) -> Tensor:
+        """What of this worker's has not been sent of a message, flat: e, and f of the run that it adds up."""
+        names = self.messages[index]
+        if not self.feeds_back:
+            return torch.cat([torch.zeros_like(self.like[name]).flatten() for name in names])
+        found, own = torch.cat([self.errors[name].flatten() for name in names]), self._own[index].flatten()
+        run = found[self.worker * own.numel() :][: own.numel()]
+        run += own[: run.numel()]
+        return found
+
     def _pieces(self, names: Sequence[str], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         for name, piece in zip(names, flat.split([self.like[name].numel() for name in names]), strict=True):
             yield name, piece.view_as(self.like[name])

@@ -18,15 +18,17 @@ from core.config import UserError
 from core.layout import Layout
 from core.mesh import EXPERT_AXIS, AnyMesh, MeshConfig, axis_size, gradient_axes, pipeline_ranks
 from core.parallel.feedback import Feedback
-from core.parallel.one_bit import OneBit, ZeroOne, served
+from core.parallel.one_bit import OneBit, served
 from core.parallel.powersgd import Matrices, PowerSGD, stack_dims
 from core.parallel.sparse import PLACE_BYTES, RandomK, TopK, num_kept
+from core.parallel.zero_one import ZeroOne
 from core.placement.messages import Sent
 from core.placement.table import Table
 
 CompressionName = Literal["powersgd", "top_k", "random_k", "one_bit", "zero_one"]
 IN_SIGNS = ("one_bit", "zero_one")
 """Of momenta, not gradients."""
+LOCAL = ("local_steps", "local_start", "local_each")
 FewBits = Literal["int8", "int4"]
 
 Message = tuple[str, str, int]
@@ -51,6 +53,14 @@ class CommConfig:
     settled: float | None = None
     """of one_bit: behind the start gradients are sent whole until the sum of second moments is this share of what it
     was 1 / (1 - beta2) steps before, or the other way round (1-bit Adam's authors take 0.96); by default no longer"""
+    local_steps: int = 1
+    """of zero_one: the most steps that each rank takes by itself between two sums of momenta, in the paper 16; 1:
+    momenta are added up in every step"""
+    local_start: int | None = None
+    """of zero_one with local_steps: the step from which on there are such, and second moments stay; the last one of the
+    warm-up in the paper"""
+    local_each: int = 16
+    """of zero_one with local_steps: sums at each distance, which then doubles, from 1 step up to local_steps"""
     report_every: int = 0
     """steps between figures of what compression loses, each of which sends gradients whole, twice; 0: none"""
     weights: FewBits | None = None
@@ -82,6 +92,7 @@ class CommConfig:
                 "that are sent whole; give --comm.start some"
                 + (" such as a tenth of all, or --comm.settled 0.96" if self.compress == "one_bit" else ", such as 16")
             )
+        self._check_local_steps()
         if self.node < 1:
             raise UserError(f"comm.node={self.node}; give the number of a node's ranks, at least 1")
         if self.compress is not None and self.gradients is not None:
@@ -89,6 +100,27 @@ class CommConfig:
                 f"comm.compress={self.compress} with comm.gradients={self.gradients}: a gradient is sent in one way; "
                 "leave one out"
             )
+
+    def _check_local_steps(self) -> None:
+        for name in ("local_steps", "local_each"):
+            if getattr(self, name) < 1:
+                raise UserError(f"comm.{name}={getattr(self, name)}; give a number, at least 1")
+        if not self.has_local_steps:
+            return
+        if self.local_start is None:
+            raise UserError(
+                f"comm.local_steps={self.local_steps} without comm.local_start: second moments stay from there on; "
+                "give --comm.local-start, such as the last step of the warm-up"
+            )
+        if self.local_start < self.start:
+            raise UserError(
+                f"comm.local_start={self.local_start} with comm.start={self.start}, in whose steps second moments are "
+                f"learned; give --comm.local-start {self.start} or more"
+            )
+
+    @property
+    def has_local_steps(self) -> bool:
+        return self.compress == "zero_one" and self.local_steps > 1
 
     @property
     def codes_shards(self) -> bool:
@@ -118,24 +150,35 @@ class CommConfig:
         found: dict[str, str] = {}
         if self.compress is None:
             why = "without comm.compress: gradients are sent whole; give --comm.compress powersgd"
-            found |= dict.fromkeys(("rank", "density", "start", "settled"), why)
+            found |= dict.fromkeys(("rank", "density", "start", "settled", *LOCAL), why)
             if self.weights is None and self.gradients is None:
                 found["report_every"] = why
         elif self.compress == "powersgd":
             found |= {"density": "with comm.compress=powersgd, whose size --comm.rank says; leave it out"}
         elif self.compress in IN_SIGNS:
             why = f"with comm.compress={self.compress}, which sends a bit of each element; leave it out"
-            found |= dict.fromkeys(("rank", "density", "report_every"), why)
+            found |= dict.fromkeys(("rank", "density"), why)
         else:
             found |= {"rank": f"with comm.compress={self.compress}, whose size --comm.density says; leave it out"}
         if self.compress not in (None, "one_bit"):
             found["settled"] = f"with comm.compress={self.compress}, which does not wait for that; leave it out"
+        if self.compress not in (None, "zero_one"):
+            why = f"with comm.compress={self.compress}, whose ranks take all steps together; give zero_one"
+            found |= dict.fromkeys(LOCAL, why)
+        elif self.compress == "zero_one" and self.local_steps == 1:
+            why = "without comm.local_steps: ranks take all steps together; give --comm.local-steps 16"
+            found |= dict.fromkeys(LOCAL[1:], why)
         if self.gradients is None and not self.secondary:
             found["node"] = "without comm.gradients or comm.secondary; give --comm.gradients int4, or leave it out"
         return found
 
-    def check_mesh(self, pp: int, ep: int) -> None:
+    def check_mesh(self, pp: int, ep: int, cp: int) -> None:
         """Raises UserError for ranks whose gradients are not those that a compression knows."""
+        if self.has_local_steps and cp > 1:
+            raise UserError(
+                f"comm.local_steps={self.local_steps} with mesh.cp={cp}: ranks that share a sequence compute it with "
+                "the same weights; use --mesh.cp 1, or no --comm.local-steps"
+            )
         for axis, ranks, why in (
             ("pp", pp, "stages that share a parameter add up its gradient behind the reduction"),
             ("ep", ep, "experts' gradients are summed over other ranks than those of the rest"),
@@ -176,15 +219,16 @@ class CompressionSpec:
     """takes     (full shape, config): whether a parameter of that shape is compressed
     messages  (layout, config, data-parallel ranks, bytes of an element) -> what a rank sends of it
     makes     what acts
-    option    the one that a checkpoint must agree in
-    kept      (elements of this part, data-parallel ranks, bytes of an element) -> bytes that stay from step to step
+    options   those that a checkpoint must agree in
+    kept      (config, elements of this part, data-parallel ranks, bytes of an element, and of one as the model computes
+              with it) -> bytes that stay from step to step
     """
 
     takes: Callable[[tuple[int, ...], CommConfig], bool]
     messages: Callable[[Layout, CommConfig, int, int], Iterator[Message]]
     makes: type[Feedback]
-    option: str
-    kept: Callable[[int, int, int], int] = lambda elements, ranks, wide: wide * elements
+    options: tuple[str, ...]
+    kept: Callable[[CommConfig, int, int, int, int], int] = lambda comm, elements, ranks, wide, width: wide * elements
 
 
 def _powersgd_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) -> Iterator[Message]:
@@ -211,9 +255,13 @@ def _signed_messages(layout: Layout, comm: CommConfig, ranks: int, wide: int) ->
     yield "all_gather", "", num_bytes + 2 * ranks * wide
 
 
-def _signs_kept(elements: int, ranks: int, wide: int) -> int:
-    """Errors, momenta, which elements move, and the errors of the rows that are served."""
-    return (2 * wide + 1) * elements + wide * -(-elements // ranks)
+def _signs_kept(comm: CommConfig, elements: int, ranks: int, wide: int, width: int) -> int:
+    """Errors, momenta, which elements move, and the errors of the rows that are served.
+
+    Of local steps: a rank's own momenta, ways and roots, and the weights of the last sum.
+    """
+    own = (3 * wide + width) * elements if comm.has_local_steps else 0
+    return own + (2 * wide + 1) * elements + wide * -(-elements // ranks)
 
 
 def _is_matrix(shape: tuple[int, ...], comm: CommConfig) -> bool:
@@ -226,12 +274,12 @@ def _has_elements(shape: tuple[int, ...], comm: CommConfig) -> bool:
 
 COMPRESSIONS: dict[CompressionName, CompressionSpec] = {
     "powersgd": CompressionSpec(
-        lambda shape, comm: stack_dims(shape, comm.rank) is not None, _powersgd_messages, PowerSGD, "rank"
+        lambda shape, comm: stack_dims(shape, comm.rank) is not None, _powersgd_messages, PowerSGD, ("rank",)
     ),
-    "top_k": CompressionSpec(_is_matrix, _top_k_messages, TopK, "density"),
-    "random_k": CompressionSpec(_is_matrix, _random_k_messages, RandomK, "density"),
-    "one_bit": CompressionSpec(_has_elements, _signed_messages, OneBit, "settled", _signs_kept),
-    "zero_one": CompressionSpec(_has_elements, _signed_messages, ZeroOne, "start", _signs_kept),
+    "top_k": CompressionSpec(_is_matrix, _top_k_messages, TopK, ("density",)),
+    "random_k": CompressionSpec(_is_matrix, _random_k_messages, RandomK, ("density",)),
+    "one_bit": CompressionSpec(_has_elements, _signed_messages, OneBit, ("settled",), _signs_kept),
+    "zero_one": CompressionSpec(_has_elements, _signed_messages, ZeroOne, ("start", *LOCAL), _signs_kept),
 }
 
 
@@ -276,7 +324,7 @@ def compression_of(
     if comm.compress is None:
         return None
     ep = axis_size(mesh, EXPERT_AXIS) if EXPERT_AXIS in (mesh.mesh_dim_names or ()) else 1
-    comm.check_mesh(pipeline_ranks(mesh), ep)
+    comm.check_mesh(pipeline_ranks(mesh), ep, axis_size(mesh, "cp") if "cp" in (mesh.mesh_dim_names or ()) else 1)
     names = compressed_names(table, comm)
     if not names:
         raise UserError(
@@ -289,5 +337,5 @@ def compression_of(
             + " no --comm.compress"
         )
     spec = COMPRESSIONS[comm.compress]
-    options = {spec.option: getattr(comm, spec.option)}
+    options = {name: getattr(comm, name) for name in spec.options}
     return spec.makes(names, mesh, table, dtype, device, options, comm.start, comm.report_every)

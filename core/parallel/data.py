@@ -77,6 +77,8 @@ class DataParallel(ParallelModel):
     completion: "Completion"
     scale: float = 1.0
     """of the gradients of the step that runs"""
+    stays: bool = False
+    """Whether the update that is made has left masters as they were: there is nothing to publish."""
 
     @contextmanager
     def foreseen(self) -> Iterator[None]:
@@ -116,6 +118,7 @@ class DataParallel(ParallelModel):
         if self.compression is None or not self.compression.is_on:
             return ()
         names = [name for name in self.compression.names if name in used]
+        found = dict.fromkeys(names)
         device = device_of(self.mesh)
         for name in names:
             if name not in kept:  # used on others
@@ -128,13 +131,14 @@ class DataParallel(ParallelModel):
             if self.is_sharded(name):
                 grad = own_rows(grad, self.shard_axis(name), self.shard_dim(name)).clone()
             self.masters[name].grad = grad
-        return names
+            found[name] = None  # also one that was used in steps before
+        return [*found]
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         if self.compression is None:
             super().update(optimizer)
         else:
-            self.compression.update(optimizer)
+            self.stays = not self.compression.update(optimizer)
 
     def skip(self) -> None:
         super().skip()
@@ -177,7 +181,7 @@ class Completion:
         used = self.used_anywhere(masters, together)
         done = compressed(used)
         for name, master in masters.items():
-            if name not in used:
+            if name not in used and name not in done:
                 master.grad = None
             elif master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -372,6 +376,12 @@ class Replicas(DataParallel):
 
         return ready
 
+    def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
+        if self.compression is None:
+            return super().run(microbatches, loss, scale)
+        with self.compression.apart({name: local(p.detach()) for name, p in self.parameters.items()}):
+            return super().run(microbatches, loss, scale)
+
     def squares(self) -> GradientSquares:
         made = GradientSquares(self.mesh, self.table)
         self._squares = weakref.ref(made)
@@ -433,6 +443,9 @@ class Replicas(DataParallel):
     @torch.no_grad()
     def publish(self, names: Collection[str] | None = None) -> None:
         """names: of those whose parameters take over the masters' values; all ranks of a stage say the same."""
+        if self.stays:
+            self.stays = False
+            return
         for bucket in self._buckets:
             if among := bucket.names if names is None else bucket.names_among(names):
                 bucket.publish(among)

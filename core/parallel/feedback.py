@@ -19,6 +19,7 @@ Seide et al. 2014, 1-bit SGD, section 3.2; Karimireddy et al. 2019, arXiv:1901.0
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -47,6 +48,8 @@ class Feedback(ABC):
     """for those that clip each rank's gradients"""
     norm: Tensor | None = None
     """of a step whose gradients were clipped here: that by which they were, times their scale"""
+    is_last: bool = False
+    """whether a step is the last one of a run"""
 
     def __init__(
         self,
@@ -116,10 +119,15 @@ class Feedback(ABC):
         """Leave all as it was before the step: it is skipped."""
         self._pending, self._report, self.norm = {}, None, None
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """`commit`, and the optimizer's step."""
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """`commit`, and the optimizer's step.  Returns whether there was one."""
         self.commit()
         optimizer.step()
+        return True
+
+    def apart(self, parameters: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Surround the forwards and backwards of a step: inside, parameters may have values of this rank alone."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Be as in a step behind the first ones, for estimates of such steps."""
@@ -135,13 +143,8 @@ class Feedback(ABC):
         compression_cosine  between what the optimizer got and the sum of the gradients
         compression_error   norm of what was not sent, of all ranks together, over that of the sum of the gradients
         """
-        if self._report is None:
-            return {}
-        dot, found, true, left = self._report.tolist()
-        self._report = None
-        if not (found > 0 and true > 0):
-            return {}
-        return {"compression_cosine": dot / math.sqrt(found * true), "compression_error": math.sqrt(left / true)}
+        report, self._report = self._report, None
+        return {} if report is None else figures_of(report)
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies, summed over the ranks without compression."""
@@ -153,11 +156,8 @@ class Feedback(ABC):
         """fp64[4], alike on every rank: <found, true>, |found|^2, |true|^2, |given - found|^2."""
         total = torch.zeros(4, dtype=torch.float64, device=next(iter(self.errors.values())).device)
         for name, one in found.items():
-            layout = self.table[name].layout
-            copies = layout.num_holders(self.mesh)
-            one, other, left = (t.double() for t in (one, true[name], given[name] - one))
-            parts = (one * other, one.square(), other.square(), left.square())
-            total += torch.stack([part.sum() for part in parts]) / copies
+            copies = self.table[name].layout.num_holders(self.mesh)
+            total += compared(one, true[name], given[name] - one) / copies
         if self.mesh.size() > 1:
             dist.all_reduce(total)
         return total
@@ -168,22 +168,28 @@ class Feedback(ABC):
         """What of a checkpoint's values is this state's."""
         return {"compress": self.name, "ranks": self.axis.size(), "steps": self.steps, **self.options}
 
+    def of_ranks(self) -> dict[str, dict[str, Tensor]]:
+        """Kind -> name -> what each rank has of its own, of the parameter's shape."""
+        return {"error": self.errors}
+
     def tensors(self) -> dict[str, Tensor]:
         """Name -> local tensor, tagged with its layout, of everything that is kept from step to step."""
-        ranks = self.axis.size()
-        errors = {n: tag(e.unsqueeze(0), self._error_layout(n, ranks)) for n, e in self.errors.items()}
-        return {f"error/{name}": error for name, error in errors.items()} | self.own_tensors()
+        ranks, found = self.axis.size(), self.own_tensors()
+        for kind, own in self.of_ranks().items():
+            found |= {f"{kind}/{n}": tag(one.unsqueeze(0), self._of_ranks_layout(n, ranks)) for n, one in own.items()}
+        return found
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Those beside the errors; what is written into them is the new state."""
+        """Those beside what each rank has of its own; what is written into them is the new state."""
         return {}
 
     def to_fill(self, record: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The same with the errors of as many ranks as saved them, for `take`."""
+        """The same with what each of as many ranks had as saved it, for `take`."""
         found = self.own_tensors()
-        for name, error in self.errors.items():
-            layout = self._error_layout(name, record["ranks"])
-            found[f"error/{name}"] = tag(error.new_zeros(layout.local_shape()), layout)
+        for kind, own in self.of_ranks().items():
+            for name, one in own.items():
+                layout = self._of_ranks_layout(name, record["ranks"])
+                found[f"{kind}/{name}"] = tag(one.new_zeros(layout.local_shape()), layout)
         return found
 
     def take(self, record: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
@@ -191,10 +197,24 @@ class Feedback(ABC):
         self.steps = int(record["steps"])
         self.errors = {name: filled[f"error/{name}"].sum(0) for name in self.errors}
 
-    def _error_layout(self, name: str, ranks: int) -> Layout:
+    def _of_ranks_layout(self, name: str, ranks: int) -> Layout:
         own, axis = self.table[name].layout, "+".join(gradient_axes(self.mesh))
         cuts = ((axis, 0), *((axis, dim + 1) for axis, dim in own.cuts))
         return replace(own, shape=(ranks, *own.shape), mesh=self.mesh, cuts=cuts)
+
+
+def compared(found: Tensor, true: Tensor, left: Tensor) -> Tensor:
+    """fp64[4]: <found, true>, |found|^2, |true|^2, |left|^2.  left: of what was to be sent"""
+    one, other, rest = (tensor.double() for tensor in (found, true, left))
+    return torch.stack([part.sum() for part in (one * other, one.square(), other.square(), rest.square())])
+
+
+def figures_of(total: Tensor) -> dict[str, float]:
+    """The figures of `Feedback.row` by what `compared` has come to; none where nothing was sent."""
+    dot, found, true, left = total.tolist()
+    if not (found > 0 and true > 0):
+        return {}
+    return {"compression_cosine": dot / math.sqrt(found * true), "compression_error": math.sqrt(left / true)}
 
 
 def gathered(own: Tensor, axis: DeviceMesh) -> Tensor:

@@ -57,6 +57,7 @@ from core.mesh import group_of_ranks, sub_mesh
 from core.parallel.asynchronous import LocalConfig
 from core.parallel.coded_sum import CodedSum
 from core.parallel.data import in_buckets
+from core.parallel.feedback import compared, figures_of
 from core.parallel.parallel_model import Ended, ParallelModel
 from core.parallel.regroup import ROUNDS, Read, Regrouping, of_worker
 
@@ -85,6 +86,8 @@ class LocalTrainingConfig(LocalConfig):
     """of them send only that share, the largest of each block"""
     error_feedback: bool = True
     """what a message in few bits has lost goes along in the next"""
+    report_every: int = 0
+    """steps between figures of what few bits lose, each of which sends displacements whole, twice; 0: none"""
     fragments: int = 1
     """parts of the model, one in so many blocks each, that are averaged in turn (Streaming DiLoCo)"""
     overlap: int = 0
@@ -94,7 +97,7 @@ class LocalTrainingConfig(LocalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("every", 0), ("start", 0), ("overlap", 0), ("fragments", 1)):
+        for name, least in (("every", 0), ("start", 0), ("overlap", 0), ("report_every", 0), ("fragments", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"local.{name}={getattr(self, name)}; give a number, at least {least}")
         if not 0 < self.outer_lr < math.inf:
@@ -137,13 +140,22 @@ class LocalTrainingConfig(LocalConfig):
         found = super().unread()
         if not self.every:
             why = "without local.every, whose rounds it is of; give --local.every 50"
-            names = ("start", "outer_lr", "outer_momentum", "nesterov", "bits", "keep", "error_feedback")
+            names = (
+                "start",
+                "outer_lr",
+                "outer_momentum",
+                "nesterov",
+                "bits",
+                "keep",
+                "error_feedback",
+                "report_every",
+            )
             return found | dict.fromkeys((*names, "fragments", "overlap", "mix"), why)
         if not self.outer_momentum:
             found["nesterov"] = "with local.outer_momentum=0: there is no momentum; leave it out"
         if self.bits is None:
             why = "without local.bits: messages are whole; give --local.bits 2"
-            found |= dict.fromkeys(("keep", "error_feedback"), why)
+            found |= dict.fromkeys(("keep", "error_feedback", "report_every"), why)
         if not self.overlap:
             found["mix"] = "without local.overlap: an average arrives at once; give --local.overlap 1"
         return found
@@ -171,11 +183,13 @@ class _Sum(NamedTuple):
     told     fp64[5], see `LocalTraining._send`
     means    the sums a_w D_w, flat, of each message
     buffers  their sums a_w, fp64, flat
+    lost     this rank's part of `core.parallel.feedback.compared`, where that was asked for
     """
 
     told: Tensor
     means: list[Tensor]
     buffers: Tensor
+    lost: Tensor | None = None
 
 
 class _Arriving:
@@ -252,6 +266,7 @@ class LocalTraining:
             given = config.code, self.outer, self._messages, self._group
             self._coded = CodedSum(*given, feeds_back=config.error_feedback)
         self._stop, self._sent = False, 0.0
+        self._lost: Tensor | None = None
         self._others: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self._latest: _Arriving | None = None
         self.ends_elsewhere = False
@@ -333,7 +348,8 @@ class LocalTraining:
         The figures of a step that takes an average are alike on all ranks: of `round_loss` over all items of the round,
         `displacement_norm` the root of the sum a_w |D_w|^2, `outer_norm` |D|, `displacement_cosine` the second over the
         first (where all |D_w| are alike, the mean of cos(D_w, D)), and `sent_bytes_dp_replicate` what this rank has
-        sent to other workers since the one before.
+        sent to other workers since the one before. Each `report_every` steps those of `Feedback.row` tell what few
+        bits have made of D.
         """
         noted = torch.stack((self._weight, self._weight * loss, torch.ones_like(self._weight)))
         for fragment in self._fragments:
@@ -352,7 +368,7 @@ class LocalTraining:
         for fragment in self._fragments:
             if not is_last and (done - fragment.offset) % self.config.every:
                 continue
-            work = self._send(fragment)
+            work = self._send(fragment, self._reports(fragment, step))
             if self.config.overlap and not is_last:
                 self._latest = fragment.arriving = _Arriving(work, step + 1 + self.config.overlap, self._latest)
             else:
@@ -417,7 +433,14 @@ class LocalTraining:
         self._stop = False
         return found.told, self._weight.new_zeros(())
 
-    def _send(self, fragment: _Fragment) -> Callable[[], _Sum]:
+    def _reports(self, fragment: _Fragment, step: int) -> bool:
+        """Whether figures are due of the steps since a fragment was sent."""
+        every = self.config.report_every
+        if self._coded is None or not every:
+            return False
+        return (step + 1) // every > (step + 1 - int(fragment.since[2])) // every
+
+    def _send(self, fragment: _Fragment, reports: bool = False) -> Callable[[], _Sum]:
         """A function that adds up a fragment's ways over the workers, as they are now.
 
         Beside them it adds up items, their losses, steps, workers that are asked to stop, and items |D_w|^2.
@@ -431,24 +454,42 @@ class LocalTraining:
         buffers = self._flat_buffers() if fragment is self._fragments[0] else self._weight.new_zeros(0)
         fragment.since.zero_()
         self._stop = False
-        return partial(self._exchange, fragment.messages, ways, told, buffers)
+        return partial(self._exchange, fragment.messages, ways, told, buffers, reports)
 
     @torch.no_grad()  # also in a thread
-    def _exchange(self, messages: Sequence[int], ways: Sequence[Tensor], told: Tensor, buffers: Tensor) -> _Sum:
+    def _exchange(
+        self, messages: Sequence[int], ways: Sequence[Tensor], told: Tensor, buffers: Tensor, reports: bool = False
+    ) -> _Sum:
         items = float(told[0])
         told = self._summed(told)
         share = items / float(told[0])
-        means = []
+        means, lost = [], self._weight.new_zeros(4) if reports else None
         for index, way in zip(messages, ways, strict=True):
             given = way.mul_(share)
-            means.append(self._summed(given) if self._coded is None else self._coded.sum(index, given))
-        return _Sum(told, means, self._summed(buffers * share))
+            if self._coded is None:
+                means.append(self._summed(given))
+                continue
+            true, waits = None, None
+            if lost is not None:
+                true, waits = self._summed(given.clone()), self._summed(self._coded.waiting(index))
+            means.append(self._coded.sum(index, given))
+            if lost is not None and true is not None and waits is not None:
+                lost += self._compared(self._messages[index], means[-1], true, true + waits - means[-1])
+        return _Sum(told, means, self._summed(buffers * share), lost)
+
+    def _compared(self, names: Sequence[str], *flat: Tensor) -> Tensor:
+        """This rank's part of `compared` of a message."""
+        pieces = zip(*(one.split([self.outer[name].numel() for name in names]) for one in flat), strict=True)
+        parts = [compared(*each).to(self._weight) / self._holders[n] for n, each in zip(names, pieces, strict=True)]
+        return torch.stack(parts).sum(0)
 
     def _take(self, fragment: _Fragment, found: _Sum, mix: float) -> tuple[Tensor, Tensor]:
         """The outer optimizer's step of a fragment; then its masters are theta's, but for what is mixed in.
 
         Returns what was told, and this rank's part of |D|^2.
         """
+        if found.lost is not None:
+            self._lost = found.lost if self._lost is None else self._lost + found.lost
         squares = self._weight.new_zeros(())
         for index, flat in zip(fragment.messages, found.means, strict=True):
             names = self._messages[index]
@@ -474,6 +515,9 @@ class LocalTraining:
         figures = {"round_loss": losses / items}
         if norm > 0:
             figures |= {"displacement_norm": norm, "displacement_cosine": outer_norm / norm, "outer_norm": outer_norm}
+        if self._lost is not None:
+            figures |= figures_of(self._within_worker(self._lost))
+            self._lost = None
         sent = self._sent
         if self._coded is not None:
             sent, self._coded.sent = sent + self._coded.sent, 0.0

@@ -14,7 +14,8 @@ whole, and the second moments follow them:
     one_bit   the first `start` steps, and with `settled` as many more as it takes until the sum of second moments,
               which is looked at each 1 / (1 - beta2) steps, is that share of what it was, or the other way round
     zero_one  of the first `start` steps all, of the next 2 `start` every second, of the next 4 `start` every fourth,
-              and so on
+              and so on; with local steps (`core.parallel.local_steps`) none from `local_start` on, and not all of
+              those that follow are sent
 
 Elements that move. An element whose second moment's root is at most eps (a row of an embedding that was not seen, a
 bias of keys, whose gradient is rounding noise) would get a whole sign of noise. So these have no part in means, are
@@ -24,16 +25,19 @@ the second moments are next learned.
 Clipping. A norm of m says nothing of gradients: each rank's are clipped before, by the root mean square of the norms of
 all ranks' n g_w, which of one rank is its norm. That is the step's norm, too.
 
+Figures. What was to be sent is beta1 m + (1 - beta1) sum over w of g_w, the momentum of whole gradients; what waits is
+all e_w and f.
+
 ZeRO shards what the optimizer has; m and which elements move lie whole on every rank beside, gathered from the
 optimizer behind a step whose gradients were whole, and are not in checkpoints. Rows are dealt to ranks as torch.chunk
 deals them; padding of ragged ones is sent. A rank's error f is of its rows, so that it lies in checkpoints as they do.
 
 Tang et al. 2021, 1-bit Adam, arXiv:2102.02888, algorithm 1; Li et al. 2021, 1-bit LAMB, arXiv:2104.06069, section 4; Lu
-et al. 2022, 0/1 Adam, arXiv:2202.06009, section 4, here without local steps (`--local.every` has those).
+et al. 2022, 0/1 Adam, arXiv:2202.06009, section 4.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -46,17 +50,17 @@ from core.comm.block_code import pack_bits, unpack_bits
 from core.layout import Layout, largest_share, tag
 from core.mesh import gradient_axes, joined_axis
 from core.parallel.feedback import Feedback, gathered, sum_together
+from core.parallel.local_steps import Rates
 from core.parallel.rows import own_rows, paired_rows, row_length
 from core.placement.table import Table
 
 
-class Moments(Protocol):
+class Moments(Rates, Protocol):
     """What this asks of an optimizer, by the names of masters: this rank's parts.
 
     beta1, beta2  of all parameters
     """
 
-    beta1: float
     beta2: float
 
     def momentum(self, name: str) -> Tensor | None:
@@ -71,8 +75,27 @@ class Moments(Protocol):
         """Which elements move; of booleans."""
         ...
 
+    def root(self, name: str) -> Tensor | None:
+        """Of the second moment, what updates are divided by."""
+        ...
+
+    def standing(self, name: str) -> tuple[int, int]:
+        """Steps that a parameter has taken part in, and the place of its group; both 0 of a part without elements."""
+        ...
+
     def step(self, in_signs: bool) -> None:
         """Update the masters that have a gradient; in_signs: it is the momentum, and the second moments stay."""
+        ...
+
+    def count(self, names: Sequence[str]) -> None:
+        """Take note of a step of these that leaves masters and second moments as they are."""
+        ...
+
+    def arrive(self, ways: Mapping[str, tuple[float, float, float]]) -> None:
+        """Make one update of several steps that were counted: masters have the mean of their momenta for a gradient.
+
+        ways  name -> (what decay has left, what the momenta's rates add up to, what the rates do)
+        """
         ...
 
     def counts(self) -> dict[str, int]:
@@ -136,22 +159,75 @@ class InSigns(Feedback):
     def reduce(self, grads: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
         """The momenta of the step, times the scale, in the place of gradients."""
         assert self.moments is not None, "there is no optimizer yet"
-        ranks, beta1, self._pending = self.axis.size(), self.moments.beta1, grads
+        self._pending, self._report = grads, None
         self.norm = self._norm(grads)
+        factor = self._factor(grads, scale)
+        if not self._is_sent:
+            self._keep(grads, factor)
+            return {}
+        self._offer(grads, factor)
         if not grads:
             return {}
-        if self.momenta is None:
+        reports = self._reports
+        true = self._whole({name: c * self.moves[name] for name, c in grads.items()}) if reports else {}
+        for name, c in grads.items():
+            c.add_(self.errors[name]).mul_(self.moves[name])
+        given = self._whole(self._with_own(grads)) if reports else {}
+        found = self.exchange(grads)
+        if reports:
+            self._report = self._compared(found, true, given)
+        self._next = found, self._next[1]
+        return {name: m * scale for name, m in found.items()}
+
+    @property
+    def _is_sent(self) -> bool:
+        """Whether momenta are added up in this step."""
+        return True
+
+    @property
+    def _lacks(self) -> bool:
+        """Whether the optimizer has what is to lie whole on every rank."""
+        return self.momenta is None
+
+    @property
+    def _steps_since(self) -> int:
+        """The steps of which this is the last, and the first whose momenta are sent in signs."""
+        return 1
+
+    @property
+    def _reports(self) -> bool:
+        every = self.report_every
+        return every > 0 and (self.steps + 1) // every > (self.steps + 1 - self._steps_since) // every
+
+    def _factor(self, grads: Mapping[str, Tensor], scale: float) -> Tensor:
+        """What makes (1 - beta1) g_w, clipped, of this rank's gradients."""
+        assert self.moments is not None
+        assert self.norm is not None
+        if grads and self._lacks:
             self._gather(self.moments)
-        assert self.momenta is not None
         factor = torch.ones_like(self.norm)
         if self.clip_norm is not None:
             factor = (self.clip_norm * scale / self.norm).nan_to_num(nan=1.0).clamp(max=1.0)
-        factor = ((1 - beta1) * factor / scale).to(self.dtype)
+        return ((1 - self.moments.beta1) * factor / scale).to(self.dtype)
+
+    def _offer(self, grads: dict[str, Tensor], factor: Tensor) -> None:
+        """Make of gradients what is to be sent, but for errors."""
+        assert self.moments is not None
         for name, c in grads.items():
-            c.mul_(factor).add_(self.momenta[name] * (beta1 / ranks)).add_(self.errors[name]).mul_(self.moves[name])
-        found = self.exchange(grads)
-        self._next = found, self._next[1]
-        return {name: m * scale for name, m in found.items()}
+            assert self.momenta is not None
+            c.mul_(factor).add_(self.momenta[name] * (self.moments.beta1 / self.axis.size()))
+
+    def _keep(self, grads: dict[str, Tensor], factor: Tensor) -> None:
+        """Take note of a step whose momenta are not sent."""
+        raise AssertionError(f"{self.name} sends the momenta of every step")
+
+    def _with_own(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies, with the errors of the rows that this rank serves; a scalar's are everybody's."""
+        found = {name: c.clone() for name, c in given.items()}
+        for name, c in found.items():
+            if c.ndim or not self.axis.get_local_rank():
+                self._own(c).add_(self.server_errors[name] * self._own(self.moves[name]))
+        return found
 
     def _norm(self, grads: Mapping[str, Tensor]) -> Tensor:
         """fp64, alike on all ranks: the root mean square of the norms of their own gradients, each times n."""
@@ -165,24 +241,26 @@ class InSigns(Feedback):
 
     def _gather(self, moments: Moments) -> None:
         """The optimizer's momenta, and which of its elements move, whole."""
-        self.momenta = {name: torch.zeros_like(error) for name, error in self.errors.items()}
-        moves = {name: torch.zeros_like(error, dtype=torch.uint8) for name, error in self.errors.items()}
-        sharded: dict[str, list[str]] = {}
-        for name in self.names:
-            row, parts = self.table[name], [self.momenta[name], moves[name]]
-            if not row.whole:
-                axis, dim = row.master.cuts[-1]
-                parts = [own_rows(part, joined_axis(self.mesh, tuple(axis.split("+"))), dim) for part in parts]
-                sharded.setdefault(axis, []).append(name)
-            for part, own in zip(parts, (moments.momentum(name), moments.moves(name)), strict=True):
-                if own is not None:
-                    part.copy_(own)
-        for axis, names in sharded.items():
-            for whole in (self.momenta, moves):
-                sum_together([whole[name] for name in names], joined_axis(self.mesh, tuple(axis.split("+"))))
-        self.moves = {name: one.bool() for name, one in moves.items()}
+        self.momenta = self._gathered(moments.momentum, self.dtype)
+        self.moves = {name: one.bool() for name, one in self._gathered(moments.moves, torch.uint8).items()}
         for name, momentum in self.momenta.items():
             momentum.mul_(self.moves[name])
+
+    def _gathered(self, part: Callable[[str], Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Name -> what the optimizers of all ranks have of it together."""
+        found = {name: torch.zeros_like(error, dtype=dtype) for name, error in self.errors.items()}
+        sharded: dict[str, list[str]] = {}
+        for name, whole in found.items():
+            row, rows = self.table[name], whole
+            if not row.whole:
+                axis, dim = row.master.cuts[-1]
+                rows = own_rows(whole, joined_axis(self.mesh, tuple(axis.split("+"))), dim)
+                sharded.setdefault(axis, []).append(name)
+            if (own := part(name)) is not None:
+                rows.copy_(own)
+        for axis, names in sharded.items():
+            sum_together([found[name] for name in names], joined_axis(self.mesh, tuple(axis.split("+"))))
+        return found
 
     def exchange(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         names, ranks = list(given), self.axis.size()
@@ -244,7 +322,7 @@ class InSigns(Feedback):
         super().discard()
 
     @torch.no_grad()
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
         assert self.moments is not None
         in_signs = self.is_on
         self.commit()
@@ -252,6 +330,7 @@ class InSigns(Feedback):
         if not in_signs:
             self.momenta = None
             self.learned(self.moments)
+        return True
 
     def learned(self, moments: Moments) -> None:
         """Look at second moments that a step has moved."""
@@ -318,27 +397,6 @@ class OneBit(InSigns):
     def take(self, record: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
         super().take(record, filled)
         self.stays, self.looked = bool(record["stays"]), float(record["looked"])
-
-
-class ZeroOne(InSigns):
-    """Option: start, of whose steps the second moments are learned at ever longer intervals."""
-
-    name = "zero_one"
-
-    @property
-    def is_on(self) -> bool:
-        return not learns(self.steps, self.options["start"])
-
-    def settle(self) -> None:
-        super().settle()
-        while not self.is_on:
-            self.steps += 1
-
-
-def learns(step: int, start: int) -> bool:
-    """Whether zero_one sends a step's gradients whole; step: counted from 0."""
-    doublings = (step // start + 1).bit_length() - 1
-    return (step - start * (2**doublings - 1)) % 2**doublings == 0
 
 
 def _mean(c: Tensor, moves: Tensor) -> Tensor:

@@ -300,10 +300,11 @@ def train_step(
             curvature.look(microbatches, weights.tolist(), float(whole) or 1.0, loss, step, scale)
         if parallel.coded is not None:
             parallel.coded.begin_step(step)
-        if parallel.updates_as_final:
+        if parallel.updates_as_final or parallel.compression is not None:
             _set_rates(state, rates)
         if parallel.compression is not None:
             parallel.compression.clip_norm = config.optim.clip_norm
+            parallel.compression.is_last = step + 1 == config.steps
         mean = parallel.run(microbatches, share_of_loss, scale)
         parallel.reduce()
         if parallel.local is not None:

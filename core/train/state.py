@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.checkpoint import Checkpointer, decode_rank_values, encode_rank_values
-from core.config import UserError
+from core.config import UserError, option
 from core.mesh import GRID_AXES, axis_size, data_axis, group_of_ranks, stage_axis
 from core.nn.moe import MoE, take_load
 from core.optim.average import WeightAverage
 from core.optim.clip import gradient_squares
 from core.optim.frozen import frozen
 from core.optim.sharded import make_state, restore_state, state_tensors
+from core.parallel.compress import UNCOMPRESSED
 from core.parallel.correction import CORRECTIONS
 from core.parallel.one_bit import InSigns
 from core.parallel.parallel_model import ParallelModel, Work
@@ -331,10 +332,13 @@ class TrainState:
                 "its weights"
             )
         for name, value in compression.options.items():
-            if record[name] != value:
+            saved_value = record.get(name, getattr(UNCOMPRESSED, name))  # one that is not there is younger
+            if saved_value != value:
+                typed = option(f"comm.{name}")
+                again = f"without {typed}" if saved_value is None else f"with {typed} {saved_value}"
                 raise UserError(
-                    f"it is a checkpoint of comm.{name}={record[name]}, and this run has {value}; resume it with "
-                    f"--comm.{name} {record[name]}, or begin anew with its weights"
+                    f"it is a checkpoint of comm.{name}={saved_value}, and this run has {value}; resume it {again}, or "
+                    "begin anew with its weights"
                 )
         return compression.to_fill(record)
 

@@ -21,7 +21,8 @@ from core.mesh import MeshConfig, Zero, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.schedule import ScheduleConfig
 from core.parallel.compress import CommConfig
-from core.parallel.one_bit import InSigns, learns
+from core.parallel.local_steps import is_due
+from core.parallel.one_bit import InSigns
 from core.precision import LossScale
 from core.runtime import start
 from core.train import TrainConfig, TrainState, train_step
@@ -272,7 +273,7 @@ def test_second_moments_stay_when_their_sum_does(ranks) -> None:
 
 
 def test_second_moments_are_learned_at_ever_longer_intervals() -> None:
-    at = [step for step in range(56) if learns(step, 4)]
+    at = [step for step in range(56) if is_due(step, 4)]
     assert at == [*range(4), 4, 6, 8, 10, 12, 16, 20, 24, 28, 36, 44, 52]
 
 

@@ -24,6 +24,7 @@ from core.train import TrainConfig
 
 POWERSGD = CommConfig("powersgd", rank=2)
 ONE_BIT = CommConfig("one_bit", start=9)
+LOCAL = CommConfig("zero_one", start=4, local_steps=4, local_start=9)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,8 @@ def test_rows_that_were_never_seen_stay_zero():
         ({"comm": CommConfig("zero_one", start=9), "optim": OptimConfig("lamb")}, "zero_one with optim.name=lamb"),
         ({"comm": ONE_BIT, "optim": AdamConfig(amsgrad=True)}, "one_bit with optim.amsgrad=True of adam"),
         ({"comm": ONE_BIT, "optim": AdamConfig(weight_decay=0.1)}, "one_bit with optim.weight_decay=0.1"),
+        ({"comm": LOCAL, "mesh": MeshConfig(cp=2)}, "local_steps=4 with mesh.cp=2: ranks that share .* --mesh.cp 1"),
+        ({"comm": LOCAL, "local": LocalTrainingConfig(every=2)}, "local_steps=4 with local.every=2: both let ranks"),
         (
             {"comm": CommConfig("powersgd", rank=10**9)},
             "no parameter .* with comm.rank=1000000000; give a lower --comm.rank",
@@ -152,6 +155,10 @@ def test_a_model_of_vectors_is_refused():
         ({"compress": "one_bit"}, "one_bit with comm.start=0: .* or --comm.settled 0.96"),
         ({"compress": "zero_one", "settled": 0.9}, "zero_one with comm.start=0: .* such as 16"),
         ({"settled": 1.0}, "comm.settled=1.0; give a share"),
+        ({"local_steps": 0}, "comm.local_steps=0; give a number, at least 1"),
+        ({"local_each": 0}, "comm.local_each=0"),
+        (vars(LOCAL) | {"local_start": None}, "local_steps=4 without comm.local_start: .* give --comm.local-start"),
+        (vars(LOCAL) | {"local_start": 3}, "local_start=3 with comm.start=4, .* give --comm.local-start 4 or more"),
     ],
 )
 def test_numbers_are_checked(options, said):
@@ -159,6 +166,7 @@ def test_numbers_are_checked(options, said):
         replace(POWERSGD, **options)
 
 
+OF_LOCAL_STEPS = "--comm.compress zero_one --comm.start 3 --comm.local-start 4 --comm.local-steps 4"
 PLAN = ["plan", "--recipe", "debug", "--nproc", "2", "--comm.compress", "powersgd"]
 
 
@@ -192,6 +200,8 @@ def test_a_sparse_step_sends_a_share_and_keeps_the_rest(name):
             marks=pytest.mark.soak,
         ),
         "--comm.compress zero_one --comm.start 3 --zero 1",
+        f"{OF_LOCAL_STEPS} --zero 0",
+        *(pytest.param(f"{OF_LOCAL_STEPS} {words}", marks=pytest.mark.soak) for words in ("--zero 1", "--zero 2")),
         pytest.param("--comm.compress zero_one --comm.start 3 --zero 2 --mesh.tp 2 --nproc 4", marks=pytest.mark.soak),
     ],
 )

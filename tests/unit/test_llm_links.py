@@ -8,7 +8,18 @@ import pytest
 from apps.llm import links
 from apps.llm.__main__ import APP
 from apps.llm.config import run_shape
-from apps.llm.links import NONE, Form, Penalty, forms, is_compared, penalty_of, planned, ranked, whole_steps
+from apps.llm.links import (
+    NONE,
+    Form,
+    Penalty,
+    forms,
+    is_compared,
+    local_steps,
+    penalty_of,
+    planned,
+    ranked,
+    whole_steps,
+)
 from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES
 from benchmarks.result import Measured, Number, Row, beginning, result_of, write
@@ -17,7 +28,7 @@ from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
 from core.parallel.compress import CommConfig
 from core.parallel.local import LocalTrainingConfig
-from core.parallel.one_bit import learns
+from core.parallel.local_steps import is_due
 from tests.support import link_results
 
 SLOW, FAST = Machine(1e14, bandwidth=12.5e6), Machine(1e14, bandwidth=float("inf"))
@@ -67,9 +78,28 @@ def test_seconds_and_bytes_are_the_plans() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 17, 100, 1001])
 def test_whole_steps_are_counted(start: int, steps: int) -> None:
     config = a_run(zero=0, comm=CommConfig("zero_one", start=start), steps=steps)
-    assert whole_steps(config) == sum(learns(step, start) for step in range(steps))
+    assert whole_steps(config) == sum(is_due(step, start) for step in range(steps))
     assert whole_steps(replace(config, comm=CommConfig("one_bit", start=start))) == min(start, steps)
     assert whole_steps(replace(config, comm=CommConfig())) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 20, 100, 1001])
+@pytest.mark.parametrize("stop_after", [None, 19, 400])
+def test_local_steps_send_nothing(steps: int, stop_after: int | None) -> None:
+    """A mean step is of those whose gradients go whole, of sums in signs, and of steps without messages."""
+    comm = CommConfig("zero_one", start=4, local_start=18, local_steps=5, local_each=3)
+    config, model = a_run(zero=1, comm=comm, steps=steps, stop_after=stop_after), decoder_shape(a_run().model)
+    last = min(steps, stop_after or steps)
+    sums = [step >= 18 and (is_due(step - 18, 3, 5) or step == steps - 1) for step in range(last)]
+    whole = [step < 18 and is_due(step, 4) for step in range(last)]
+    assert local_steps(config) == max(0, last - 18) - sum(sums)
+    each = sent_bytes(model, run_shape(config)), sent_bytes(model, run_shape(replace(config, comm=CommConfig())))
+    found = planned(Form("0/1 Adam", 1, comm), config, model, SLOW)
+    signs = sum(sums) + min(last, 18) - sum(whole)
+    assert found.sent_bytes == pytest.approx((signs * each[0] + sum(whole) * each[1]) / last)
+    assert found.step_s == pytest.approx(
+        found.sent_bytes / SLOW.bandwidth + estimate_time(model, run_shape(config), FAST).step_s
+    )
 
 
 def test_a_penalty_is_that_of_the_nearest_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
