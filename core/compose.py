@@ -186,7 +186,7 @@ class ParallelConfig:
         if self.zero == 3 and self.recompute.mode != "budget":
             raise UserError(
                 f"{given} with zero=3: it computes earlier blocks again in a block's backward, for which only that "
-                "block's parameters are gathered; use --zero 2, or --recompute.mode budget or full"
+                "block's parameters are gathered; use --zero 2, or --recompute.mode full"
             )
         if self.gemini.budget is not None and self.recompute.mode == "budget":
             raise UserError(

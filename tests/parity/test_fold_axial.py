@@ -421,14 +421,14 @@ def test_training_sends_what_the_closed_forms_say(ranks, size: int) -> None:
 
 
 MODES = (
-    *(RecomputeConfig(mode) for mode in ("full", "recursive", "sqrt", "selective", "offload", "compressed")),
+    *(RecomputeConfig(mode) for mode in ("recursive", "full", "sqrt", "selective", "offload", "compressed")),
     *(RecomputeConfig(mode, 2) for mode in ("full", "selective")),
 )
 
 
 @pytest.mark.parametrize(
     ("size", "modes"),
-    [(2, MODES[:2]), *(pytest.param(size, MODES, marks=pytest.mark.soak) for size in (2, 3, 4))],
+    [(2, MODES[:1]), *(pytest.param(n, (mode,), marks=pytest.mark.soak) for n in (2, 3, 4) for mode in MODES)],
 )
 def test_blocks_that_are_computed_again_send_again(ranks, size: int, modes: tuple[RecomputeConfig, ...]) -> None:
     """As often as their mode has them run, in stacks of two, three and five blocks."""
@@ -444,7 +444,6 @@ def test_blocks_that_are_computed_again_send_again(ranks, size: int, modes: tupl
     for found in ranks(size).run(_sent, size, config, 9, modes):
         for mode, (counted, expected) in zip(modes, found, strict=True):
             assert counted == expected, mode
-        assert found[0][1] != found[1][1]
 
 
 def test_a_mode_whose_messages_nobody_knows_is_refused() -> None:
