@@ -63,17 +63,21 @@ def learned(case: Case) -> dict[str, Any]:
     found = {"losses": losses, "masters": masters, "read": [b - a for a, b in pairwise(read)]}
     if parallel is not None:
         found |= moved(parallel) | {"by_blocks": parallel.vertical is not None, "orders": parallel.orders}
-        found |= {"of_plan": read_as_planned(parallel, 1 if parallel.vertical else -(-case.batch // case.microbatch))}
+        found |= {
+            "of_plan": read_as_planned(parallel, 1 if parallel.vertical else len(config.microbatch_rows(case.batch)))
+        }
     state.parallel.close()
     return found
 
 
 def read_as_planned(parallel: GeminiReplicas, times: int) -> tuple[int, int]:
     """Bytes of a step that its plan's moves read from the disk, so many times a step; and how often, of a chunk."""
-    fetched = Counter(m.chunk for moves in parallel.planned.plan.moves for m in moves if "fetch" in m.kind)
+    planned, disk = parallel.planned, parallel.disk
+    assert planned is not None
+    fetched = Counter(m.chunk for moves in planned.plan.moves for m in moves if "fetch" in m.kind)
     read = most = 0
-    for chunk, slots in () if parallel.disk is None else parallel.disk.slots.items():
-        if chunk in parallel.disk.away:
+    for chunk, slots in () if disk is None else disk.slots.items():
+        if disk is not None and chunk in disk.away:
             begin, end = slots.fetched
             read += times * fetched[chunk.index] * (end - begin) + sum(b - a for a, b in slots.updated)
             most = max(most, times * fetched[chunk.index])
