@@ -276,7 +276,7 @@ class TrainConfig(ParallelConfig):
                 (
                     "noise_scale",
                     "no rank has the gradient of the whole batch",
-                    "one of them",
+                    "no --noise-scale",
                 ): self.noise_scale,
                 (
                     f"optim.name={self.optim.name}",
