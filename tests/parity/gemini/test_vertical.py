@@ -16,7 +16,14 @@ def both(case: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return learned(replace(case, order="horizontal")), learned(replace(case, order="vertical"))
 
 
-@pytest.mark.parametrize(("zero", "precision", "host"), [(0, "fp32", None), (3, "bf16", None), (3, "bf16", "140KB")])
+@pytest.mark.parametrize(
+    ("zero", "precision", "host"),
+    [
+        pytest.param(0, "fp32", None, marks=pytest.mark.soak),
+        pytest.param(3, "bf16", None, marks=pytest.mark.soak),
+        (3, "bf16", "140KB"),
+    ],
+)
 def test_ranks_learn_what_they_learn_in_turn(
     ranks, tmp_path: Path, zero: Any, precision: Any, host: str | None
 ) -> None:

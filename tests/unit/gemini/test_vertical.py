@@ -154,7 +154,7 @@ def test_by_blocks_fetches_what_one_microbatch_in_turn_does(number: int) -> None
         ("host", "adamw", "three", 0.7),
         ("host", "adafactor", "ragged", None),
         ("disk", "adamw", "ragged", None),
-        ("disk", "adamw", "three", 0.7),
+        pytest.param("disk", "adamw", "three", 0.7, marks=pytest.mark.soak),
         ("disk", "adafactor", "three", None),
         ("disk", "adamw", "one", 0.7),
         ("gradients on the disk", "adamw", "ragged", 0.7),
