@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError, size_in_bytes
-from core.gemini import Gemini, replicas, wrap
+from core.gemini import Gemini, direct, replicas, wrap
 from core.gemini.chunk import Chunk
 from core.gemini.disk import Disk
 from core.gemini.executor import Executor
@@ -141,7 +141,7 @@ def expected(plan: Plan) -> Learned:
 
 @contextlib.contextmanager
 def traced_once_of_each() -> Iterator[None]:
-    """Within, a step of a model in one format and of as many rows is traced once."""
+    """Within, a step of a model in one format and of as many rows is traced once, and a drive's probe is short."""
     trace, kept = replicas.trace_step, {}
 
     def kept_trace(model: nn.Module, *args: Any, **options: Any) -> StepTrace:
@@ -151,7 +151,7 @@ def traced_once_of_each() -> Iterator[None]:
             kept[key] = trace(model, *args, **options)
         return kept[key]
 
-    with patch.object(replicas, "trace_step", kept_trace):
+    with patch.object(replicas, "trace_step", kept_trace), patch.object(direct, "PROBE_BYTES", 1 << 16):
         yield
 
 
