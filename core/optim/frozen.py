@@ -48,6 +48,7 @@ class Frozen(ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]):
         self.optimizer, self.masters = optimizer, masters
         self.in_signs = dict.fromkeys(masters, 0)
+        self._steps: dict[str, int] | None = None  # what the optimizer counts, once it was read
         self.groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         betas = {tuple(group["betas"]) for group in optimizer.param_groups}
         if len(betas) != 1:
@@ -73,18 +74,29 @@ class Frozen(ABC):
 
     def _learned(self, name: str) -> int:
         """k"""
-        return int(self._state(name)["step"]) - self.in_signs[name]
+        return self._taken[name] - self.in_signs[name]
+
+    @property
+    def _taken(self) -> dict[str, int]:
+        """t of each parameter that has taken a step: fused updates count on the device, which is read once."""
+        if self._steps is None:
+            counts = {name: self._state(name)["step"] for name in self.masters if "step" in self._state(name)}
+            read = torch.stack([torch.as_tensor(count) for count in counts.values()]).tolist() if counts else []
+            self._steps = {name: int(count) for name, count in zip(counts, read, strict=True)}
+        return self._steps
 
     @torch.no_grad()
     def step(self, in_signs: bool) -> None:
         if not in_signs:
             self.learn()
+            self._steps = None
             return
         present = [name for name, master in self.masters.items() if master.grad is not None]
         for name in present:
             self.in_signs[name] += 1
         held = [name for name in present if "exp_avg_sq" in self._state(name)]  # else none of it has moved yet
         for name in held:
+            self._taken[name] += 1
             self._state(name)["step"] += 1
         self.move(held)
 
@@ -104,7 +116,7 @@ class Frozen(ABC):
 
     def _direction(self, name: str, m: Tensor) -> Tensor:
         """u, without its bound"""
-        return (m / (1 - self.beta1 ** int(self._state(name)["step"]))).div_(self._root(name))
+        return (m / (1 - self.beta1 ** self._taken[name])).div_(self._root(name))
 
     def _bounded(self, u: Tensor) -> Tensor:
         most = max(1.0, (1 - self.beta1) / (1 - self.beta2) ** 0.5)
@@ -114,7 +126,7 @@ class Frozen(ABC):
         return dict(self.in_signs)
 
     def restore(self, counts: Mapping[str, int]) -> None:
-        self.in_signs = {name: int(counts[name]) for name in self.masters}
+        self.in_signs, self._steps = {name: int(counts[name]) for name in self.masters}, None
 
 
 class FrozenAdam(Frozen):
@@ -132,6 +144,7 @@ class FrozenAdam(Frozen):
             grad, m, v = own(master.grad), own(state["exp_avg"]), own(state["exp_avg_sq"])
             m.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
             v.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+            self._taken[name] += 1
             state["step"] += 1
             self._apply(name, self._direction(name, m))
 
@@ -198,7 +211,7 @@ class FrozenLamb(Frozen):
         m.copy_(own(grad))
         moves, root = self.moves(name), self._root(name)
         assert moves is not None
-        fresh = (w / (1 - self.beta2 ** int(state["step"]))).sqrt_().add_(self.groups[id(master)]["eps"])
+        fresh = (w / (1 - self.beta2 ** self._taken[name])).sqrt_().add_(self.groups[id(master)]["eps"])
         ratio = (root / fresh).mul_(moves)
         return ratio.max().reshape(1) if ratio.numel() else ratio.new_zeros(1)
 
