@@ -434,7 +434,7 @@ class GeminiReplicas(DataParallel):
                 f"gemini.disk={self.config.disk} with {type(optimizer).__name__}: what follows or looks at whole steps "
                 "needs all masters at once; use another --optim.name"
             )
-        self.disk = Disk(folders, self.device.type == "cuda", optimizer, self.config.durable_every)
+        self.disk = Disk(folders, self.device, optimizer, self.config.durable_every)
         if self.average is not None:
             self.disk.averages = self.average.tensors
         at_once = self.mesh.size() > 1 and self._can_update_early and stage_axis(self.mesh) is None
