@@ -1,5 +1,6 @@
 """Gemini's plan of a run in its budget, before it runs: a rank's model is traced without memory and other ranks."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,13 +21,19 @@ from core.trace.machine import Speed
 
 
 def estimate_residency(
-    config: PretrainConfig, mesh: MeshConfig, speed: Speed, link_bytes_per_s: float, foreign: ForeignModel | None = None
+    config: PretrainConfig,
+    mesh: MeshConfig,
+    speed: Speed,
+    link_bytes_per_s: float,
+    foreign: ForeignModel | None = None,
+    drives: Sequence[tuple[float, float]] | None = None,
 ) -> GeminiEstimate:
     """The plan of a rank's device, for the step of its largest microbatch.
 
     mesh              with all its sizes
     link_bytes_per_s  between a device and the host, each way
     foreign           the model, where it is not the configuration's
+    drives            see `core.estimate.residency.estimate_budget`
 
     Raises UserError for a budget in which no step fits, and for models and meshes whose step is not foreseen here.
     """
@@ -42,7 +49,7 @@ def estimate_residency(
     else:
         model, plan = _decoder(config, given), decoder_plan(config.model, config.mesh)
         loss = partial(token_loss, batch=microbatch(config, rows, config.data.sequence_length))
-    return estimate_budget(model, loss, mesh, config, speed, link_bytes_per_s, plan, config.optim)
+    return estimate_budget(model, loss, mesh, config, speed, link_bytes_per_s, plan, config.optim, drives=drives)
 
 
 def _decoder(config: PretrainConfig, given: str) -> Decoder:
