@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -82,8 +83,9 @@ WITH_A_BUDGET = ("compile", "data.mask_documents")
 
 def _of_run(recipe: Callable[[], PretrainConfig]) -> LLMPlanConfig:
     config = recipe()
-    own = {item.name: getattr(config, item.name) for item in fields(config)}
-    return LLMPlanConfig(**own | {"gemini": PlannedGemini(**vars(config.gemini))})
+    own: dict[str, Any] = {item.name: getattr(config, item.name) for item in fields(config)}
+    own["gemini"] = PlannedGemini(**vars(config.gemini))
+    return LLMPlanConfig(**own)
 
 
 def main(argv: list[str]) -> int:

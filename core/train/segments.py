@@ -216,8 +216,10 @@ class _Step:
         names = ("seconds", "again_s", "again_flops")
         added = (sum(getattr(step, name) for step in steps) for name in names)
         runs, back = (tuple(n for step in steps for n in getattr(step, name)) for name in ("runs", "back_bytes"))
-        forms = list(dict.fromkeys(form for step in steps for form in step.away_bytes))
-        sent = {form: [step.away_bytes.get(form, 0) for step in steps] for form in forms}
+        sent: dict[Form, list[int]] = {}
+        for form in WHERE:
+            if any(form in step.away_bytes for step in steps):
+                sent[form] = [step.away_bytes.get(form, 0) for step in steps]
         taken = []
         for rank, peak in enumerate(peaks):
             actions = actions_of(split, self.parallel.pipeline, rank, self.num_microbatches)

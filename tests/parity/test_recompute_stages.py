@@ -24,7 +24,7 @@ from core.train.segments import choose_segments, described
 from tests.parity.test_memory import STAGED
 from tests.support.accounted import accounted_step
 
-ROWS, LENGTH, MICROBATCHES = 2, 64, 6
+ROWS, LENGTH, MICROBATCHES = 2, 64, 4
 FAST = Line(1e12, 1e12, overlaps=True)
 MESH = MeshConfig(pp=2)
 
@@ -56,7 +56,7 @@ def trained(parallel: ParallelConfig, segments: Segments | None) -> dict[str, An
 
 def decoder() -> nn.Module:
     with torch.device("meta"):
-        return Decoder(replace(STAGED, num_layers=8, tied_head=False))
+        return Decoder(replace(STAGED, num_layers=6, tied_head=False))
 
 
 def chosen(schedule: ScheduleName, recompute: RecomputeConfig, lines: dict[Form, Line]) -> Any:
