@@ -56,6 +56,12 @@ class GeminiEstimate:
     def plan(self) -> ResidencyPlan:
         return self.chunking.plan
 
+    def seconds_of(self, num_microbatches: int) -> float:
+        """Of a step of so many microbatches, in the order that is taken."""
+        if self.orders is not None and self.orders.taken == "vertical":
+            return self.plan.step_s
+        return self.plan.seconds_of(num_microbatches)
+
     @property
     def device_bytes(self) -> int:
         """The most on the device at once."""

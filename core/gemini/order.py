@@ -92,7 +92,7 @@ def in_turn(step: StepTrace, microbatches: int, chunking: Chunking, bandwidth: B
     assert kept is not None, "what fits one microbatch fits each of several"
     if plan.policy != "auto":
         kept = frozenset(gap for gap in kept if gap.end == gap.start + 1)
-    return _taken(run(lifetimes, plan.resident, kept, plan.budget_bytes, bandwidth, plan.on_disk))
+    return _taken(run(lifetimes, plan.resident, kept, plan.budget_bytes, bandwidth, plan.on_disk, plan.waiting))
 
 
 def compared(order: Order, microbatches: int, horizontal: Taken, vertical: ResidencyPlan) -> Orders:
