@@ -96,7 +96,7 @@ class Disk:
         self.updates = False  # values are being replaced: what is fetched next may be old still
         self._drive: dict[str, Drive] = {drive.file.path.name: drive for drive in self.drives}
         self.housed: dict[Chunk, Tensor] = {}
-        self.waiting = WaitingGradients(pinned)
+        self.waiting = WaitingGradients(self.pinned)
         self._places: list[Tensor] = []
         self._free: list[Tensor] = []
         self._area: Area  # of values
