@@ -223,7 +223,9 @@ class _Step:
         taken = []
         for rank, peak in enumerate(peaks):
             actions = actions_of(split, self.parallel.pipeline, rank, self.num_microbatches)
-            away = {form: int(most_in_flight(actions, lambda stage, of=of: of[stage])) for form, of in sent.items()}
+            away: dict[Form, int] = {}
+            for form, of in sent.items():
+                away[form] = int(most_in_flight(actions, lambda stage, of=of: of[stage]))
             taken.append(RankBytes(peak, {form: num_bytes for form, num_bytes in away.items() if num_bytes}))
         step = Simulated(
             max(peaks),
