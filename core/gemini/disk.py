@@ -256,7 +256,7 @@ class Disk:
     def forget_ahead(self) -> None:
         """What was read ahead is of no use any more: it becomes old."""
         while self._ahead:
-            self._area.give(_waited(self._ahead.popitem()[1]))
+            self._area.give(_settled(self._ahead.popitem()[1]))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -277,7 +277,7 @@ class Disk:
         self.reopen(chunk)
         read = self._ahead.pop(chunk, None) or self._read_values(chunk, NOW)
         while read is None:  # what was read ahead is not needed now
-            self._area.give(_waited(self._ahead.pop(max(self._ahead, key=self._place_in_order))))
+            self._area.give(_settled(self._ahead.pop(max(self._ahead, key=self._place_in_order))))
             read = self._read_values(chunk, NOW)
         if not self.updates:
             self._go_on_behind(chunk)
@@ -586,7 +586,8 @@ class Disk:
             committed.result()
 
 
-def _waited(read: _Read) -> Tensor:
+def _settled(read: _Read) -> Tensor:
+    """The memory of a read that nobody asks for any more, however it went."""
     for transfer in read.transfers:
-        transfer.wait()
+        transfer.settle()
     return read.place

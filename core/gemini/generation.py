@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from core.config import UserError
-from core.files import Damaged, replace_file, signed, sync_folder, unsigned
-from core.gemini.direct import DirectFile
+from core.files import Damaged, asides, replace_file, signed, sync_folder, unsigned
+from core.gemini.direct import PROBES, DirectFile
 from core.gemini.slots import Part, Slots
 from core.run_folder import hold
 
@@ -147,6 +147,8 @@ class Folder:
         return {generation.step: generation for generation in self.found.values()}
 
     def _open(self) -> None:
+        for left in (*self.path.glob(PROBES), *(aside for name in RECORDS for aside in asides(self.path / name))):
+            left.unlink()
         for name in RECORDS:
             record = self.path / name
             if not record.exists():

@@ -480,6 +480,33 @@ def test_nothing_old_is_read_ahead(opened) -> None:
 
 
 # --- updates before the step's end ------------------------------------------------------------------------------------
+def test_rot_in_what_was_read_ahead_is_told_when_somebody_asks_for_it(opened) -> None:
+    state, config = opened()
+    go_on(state, config, steps=1)
+    disk = gemini_of(state.parallel).disk
+    assert disk is not None
+    first, second = disk.order[:2]
+    slots, disk._cursor = disk.slots[second], 0
+    with disk.drives[0].file.path.open("r+b") as file:
+        file.seek(slots.offset(slots.latest) + slots.fetched.begin)
+        file.write(b"rot")
+    with disk.values(first):
+        pass
+    assert second in disk._ahead
+    disk.forget_ahead()
+    with pytest.raises(UserError, match=r"is damaged: bytes \d+ to \d+ .*the drive has lost it"), disk.values(second):
+        pass
+
+
+def test_what_killed_processes_have_left_beside_a_record_goes(tmp_path: Path) -> None:
+    left = [tmp_path / "rank-0" / name for name in (".probe-17", ".generation-1.json.17-18.part")]
+    left[0].parent.mkdir()
+    for path in left:
+        path.write_bytes(b"half")
+    Folder(tmp_path / "rank-0").close()
+    assert [path.name for path in left[0].parent.iterdir()] == [".lock"]
+
+
 
 
 @pytest.fixture
