@@ -23,6 +23,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 import traceback
 import zlib
 from collections import Counter
@@ -37,11 +38,9 @@ from unittest.mock import Mock, patch
 import torch
 
 from core.config import run_command
-from core.files import unsigned
 from core.gemini import direct, replicas
 from core.gemini.direct import CHECKED_BYTES
 from core.gemini.generation import RECORDS, Generation
-from core.parallel.recompute import RecomputeConfig
 from core.runtime import pretended
 from core.train import TrainConfig, TrainState
 from core.train.loop import train_step
@@ -55,21 +54,20 @@ CUT = 2
 """Steps before the process that goes on."""
 
 
+NAMES = {"short": TRANSFERS, "ENOSPC": tuple(name for name in EVERY_CALL if name not in ("preadv", "unlink"))}
+"""Of faults that not every call can have: those that can."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """drives: folders; scratch: what the backward needs goes to a drive, too"""
+    """drives: folders, of which each is one"""
 
     case: Case
     drives: int = 1
-    scratch: bool = False
 
     def given(self, folder: Path) -> Case:
         """The case on these folders."""
-        parallel = self.case.parallel
-        if self.scratch:
-            parallel = replace(parallel, recompute=RecomputeConfig("offload", disk=folder / "scratch"))
-        drives = ",".join(str(one.parent) for one in self.folders(folder))
-        return replace(self.case, disk=Path(drives), parallel=parallel)
+        return replace(self.case, disk=Path(",".join(str(one.parent) for one in self.folders(folder))))
 
     def folders(self, folder: Path) -> list[Path]:
         """Those of the rank."""
@@ -79,7 +77,7 @@ class Run:
 RUNS = {
     "late": Run(CASE),
     "early": Run(EARLY),
-    "drives": Run(EARLY, drives=2, scratch=True),
+    "drives": Run(EARLY, drives=2),
     "average": Run(replace(CASE, average=0.9, host="240KB")),
 }
 
@@ -87,13 +85,18 @@ RUNS = {
 # --- what a folder holds ----------------------------------------------------------------------------------------------
 
 
+def records_of(folders: list[Path]) -> list[Generation]:
+    """All records of a rank's folders."""
+    records = [folder / name for folder in folders for name in RECORDS if (folder / name).exists()]
+    return [Generation.from_bytes(record.read_bytes()) for record in records]
+
+
 def held(folders: list[Path]) -> tuple[int, Any]:
     """The newest step of a rank's folders, and all that is kept of it; (0, None) where there is none.
 
     Raises AssertionError where it is not what its record says.
     """
-    records = [folder / name for folder in folders for name in RECORDS if (folder / name).exists()]
-    found = [Generation.from_bytes(record.read_bytes()) for record in records]
+    found = records_of(folders)
     if not found:
         return 0, None
     newest = max(found, key=lambda generation: generation.step)
@@ -108,8 +111,7 @@ def held(folders: list[Path]) -> tuple[int, Any]:
             assert blocks == sums, f"bytes {a} to {b} of a slot of step {newest.step} are not those that were written"
         for part in chunk.parts:
             tensors[part.name, part.key] = raw[part.offset : part.offset + part.num_bytes]
-    content = unsigned(newest.to_bytes())
-    return newest.step, (tensors, [content[key] for key in ("run", "numbers", "values", "blob")])
+    return newest.step, (tensors, [newest.run, newest.numbers, newest.values, newest.blob])
 
 
 def unlike(found: Any, expected: Any) -> list[str]:
@@ -161,8 +163,8 @@ class Threads:
     def end(self) -> None:
         for one in self.found:
             one.close() if isinstance(one, direct._Threads) else one.shutdown()
-        (thread,) = os.listdir("/proc/self/task")
-        assert int(thread) == os.getpid()
+        while len(os.listdir("/proc/self/task")) > 1:  # one that has been waited for is on its way out
+            time.sleep(0.001)
 
     def begin(self) -> None:
         for one in self.found:
@@ -228,7 +230,7 @@ STAGES = {
 }
 
 
-def status_of(work: Callable[[], object], said: Path) -> int:
+def status_of(work: Callable[[], None], said: Path) -> int:
     """The exit code of work in a fork, which says what it has to say, as a command, to a file."""
     drawn = random.getstate()  # a fork would draw others
     process = os.fork()
@@ -329,13 +331,18 @@ class Soak:
         self, name: str, made: Made | None, threads: Threads | None, faults: list[str], first: int, stride: int
     ) -> None:
         kept, stage = Kept(self.folder / "run"), STAGES[name]
-        counts = self.folder / "count"
+        counts, hit = self.folder / "count", self.folder / "hit"
 
         def work(nth: int | None, fault: str) -> None:
             if threads is not None:
                 threads.begin()
-            names = TRANSFERS if fault == "short" else EVERY_CALL
-            with Counted(nth, FAULTS[fault], names) as calls:
+            names = NAMES.get(fault, EVERY_CALL)
+
+            def noted(name: str, *given: Any) -> Any:
+                hit.write_text(name)
+                return FAULTS[fault](name, *given)
+
+            with Counted(nth, noted, names) as calls:
                 go(made or begun(self.given, stage.resumed), *stage.steps, self.told)
             counts.write_text(str(calls.count))
 
@@ -352,8 +359,10 @@ class Soak:
                 if (name, fault, nth) in done:
                     continue
                 self.told.unlink(missing_ok=True)
+                hit.unlink(missing_ok=True)
                 code = status_of(lambda nth=nth, fault=fault: work(nth, fault), self.said)
                 row = {"run": self.name, "stage": name, "fault": fault, "call": nth, "exit": code}
+                row["what"] = hit.read_text() if hit.exists() else ""
                 row["wrong"] = list(self._wrong(stage, fault, code))
                 if nth // stride % RESUMED == 1 or row["wrong"]:
                     row["resumed"] = True
@@ -398,16 +407,22 @@ class Soak:
         given, folders = self.run.given(copy), self.run.folders(copy)
         first, _ = held(folders)
         told.unlink(missing_ok=True)
-        if status_of(lambda: go(begun(given, first), first, STEPS, told), said) != 0:
+
+        def to_its_end() -> None:
+            made = begun(given, first)
+            go(made, first, STEPS, told)
+            made[0].parallel.close()
+
+        if status_of(to_its_end, said) != 0:
             return [f"the next run ends with {said.read_text()[-500:]}"]
         wrong = []
         step, content = held(folders)
         if unlikely := ["steps"] * (step != STEPS) or unlike(content, self.expected[STEPS]):
             wrong.append(f"the next run comes to step {step} with other {unlikely}")
-        for folder in folders:
-            others = {path.name for path in folder.iterdir()} - {".lock", *RECORDS}
-            if others - {path.name for path in folder.glob("chunks-*.bin")} or len(others) != 1:
-                wrong.append(f"the next run leaves {sorted(others)}")
+        named = {name for generation in records_of(folders) for name in generation.files}
+        left = {path.name for folder in folders for path in folder.iterdir()} - {".lock", *RECORDS}
+        if left != named:
+            wrong.append(f"the next run leaves {sorted(left)}, and records name {sorted(named)}")
         return wrong
 
 
@@ -463,6 +478,7 @@ def soak(folder: Path, name: str, faults: list[str], first: int = 1, stride: int
         "run": name,
         "cases": dict(Counter(row["fault"] for row in rows)),
         "exits": dict(Counter(f"{row['fault']} {row['exit']}" for row in rows)),
+        "passed over": dict(Counter(row["what"] for row in rows if row["exit"] == 0 and row["fault"] != "short")),
         "resumed": sum("resumed" in row for row in rows),
         "wrong": [row for row in rows if row["wrong"]],
     }
