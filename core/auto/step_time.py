@@ -328,7 +328,8 @@ class StepClock:
         dense = sum(part.num_whole for part in self._own[rank]) - experts
         # Where some are compressed, experts are not dealt out.
         wholes = (dense + experts - compressed.whole, 0) if compressed.whole else (dense, experts)
-        reducing, publishing = 0.0, self._seldom + self._compressed(compressed)
+        share = 1 / run.comm.local_steps if run.comm.has_local_steps else 1.0  # a mean step's, of sums farthest apart
+        reducing, publishing = 0.0, self._seldom + share * self._compressed(compressed)
         for elements, whole, (shards, copies, all_ranks) in zip((dense, experts), wholes, self._forms, strict=True):
             gradients = run.wide_bytes * whole
             if run.zero == 0:
@@ -343,7 +344,7 @@ class StepClock:
             reducing += seconds_of("all_reduce", gradients / shards[0], *copies)
             if run.zero < 3:
                 sent = self._coded(elements, run.comm.weights, run.width_bytes)
-                publishing += seconds_of("all_gather", sent, *shards)
+                publishing += share * seconds_of("all_gather", sent, *shards)
         backward = sum(self._backward(stage) for stage in self.stages.own(rank))
         last_bucket = min(1.0, BUCKET_BYTES / max(1, run.wide_bytes * (dense + experts)))
         # The gathers of the same backward have the link first.
