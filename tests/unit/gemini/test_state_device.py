@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.gemini import wrap
+from core.gemini.residency import host_bytes_of
 from core.gemini.slots import numbers_of
 from core.gemini.state_device import bring_state
+from core.gemini.tier import parse_bytes
 from core.layout import tagged_as
 from core.optim import AdamW8bit, Lamb
 from tests.support.gemini import Net, batch, loss, train
@@ -120,9 +122,12 @@ def in_other_tensors(optimizer: torch.optim.Optimizer, master: Tensor) -> None:
             state[key] = tagged_as(value.clone(), value)
 
 
+@pytest.mark.parametrize(("budget", "host", "warms_up"), [(300_000, "1MB", False), (110_000, "130KB", True)])
 def test_a_durable_step_has_the_state_of_what_has_settled_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    budget: int, host: str, warms_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """warms_up: as on a GPU nothing has before the first step is over, and the host holds no more for it."""
+    monkeypatch.setattr("core.gemini.replicas.GeminiReplicas.warms_up", warms_up)
     expected = train(Net, None, partial(torch.optim.AdamW, lr=1e-2))
     monkeypatch.setattr("core.gemini.replicas.bring_state", in_other_tensors)
     losses: list[float] = []
@@ -130,10 +135,16 @@ def test_a_durable_step_has_the_state_of_what_has_settled_on_the_device(
         torch.manual_seed(0)
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        given: Any = {"sample": lambda: partial(loss, ids=batch(0)), "host": "1MB", "disk": tmp_path}
-        gemini = wrap(model, optimizer, 300_000, device="cpu", **given)
+        given: Any = {"sample": lambda: partial(loss, ids=batch(0)), "host": host, "disk": tmp_path}
+        gemini = wrap(model, optimizer, budget, device="cpu", **given)
+        disk = gemini.parallel.disk
+        planned = gemini.parallel.planned
+        assert disk is not None
+        assert planned is not None
         try:
-            assert any(chunk.resident for chunk in gemini.parallel.chunks)
+            if warms_up:
+                away = frozenset(chunk.index for chunk in disk.away)
+                assert host_bytes_of(planned.trace.chunks, frozenset(), away, True) <= parse_bytes(host)
             first, _ = gemini.resume()
             for step in range(first, last):
                 value = loss(model, batch(step))
@@ -142,6 +153,8 @@ def test_a_durable_step_has_the_state_of_what_has_settled_on_the_device(
                 optimizer.zero_grad()
                 gemini.commit(step + 1)
                 losses.append(float(value.detach()))
+            assert any(chunk.resident for chunk in gemini.parallel.chunks)
+            assert bool(disk.away) == warms_up
             values = gemini.state_dict()
         finally:
             gemini.close()
