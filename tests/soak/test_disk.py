@@ -39,7 +39,7 @@ def test_random_plans_are_bit_equal_to_no_offload_and_in_their_budgets(tmp_path:
     assert found.get("cached pages", 0) == 0
 
 
-@pytest.mark.parametrize("early", [(), ("early",)], ids=["late", "early"])
+@pytest.mark.parametrize("early", [(), ("early",), ("early", "average")], ids=["late", "early", "average"])
 def test_many_kills(tmp_path: Path, early: tuple[str, ...]) -> None:
     found = told_by(tmp_path, int(os.environ.get("DISK_KILLS", "200")) // 2, len(early), *early)
     assert found["wrong"] == 0
