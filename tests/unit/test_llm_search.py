@@ -77,7 +77,7 @@ def test_every_command_starts_a_run_of_its_plan(gpus, more, capsys, monkeypatch)
 
 
 ON_A_DRIVE = ["plan", "--model", "debug", "--gpu", "l4", "--gpus", "1", "--batch", "8", "--optim.name", "adamw"]
-ON_A_DRIVE += ["--microbatch", "4", "--recompute.mode", "none", "--precision", "fp32", "--memory", "2MiB"]
+ON_A_DRIVE += ["--microbatch", "1", "--recompute.mode", "full", "--precision", "fp32", "--memory", "2MiB"]
 ON_A_DRIVE += ["--gemini.disk", "/not/here", "--gemini.host", "4MiB"]
 
 
