@@ -57,8 +57,8 @@ def phases(where: Where) -> list[Phase]:
     own = [
         Entry("few rows of quantized weights", few_rows, least_s=15, most_s=75),
         Entry("activations elsewhere", activations, least_s=30, most_s=90),
-        Entry("Gemini on a drive", on_a_drive, least_s=40, most_s=120),
-        Entry("GPT-2 by core.auto", by_auto, least_s=20, most_s=60),
+        Entry("Gemini on a drive", on_a_drive, least_s=60, most_s=150),
+        Entry("GPT-2 by core.auto", by_auto, least_s=20, most_s=90),
     ]
     known |= {entry.name: entry for entry in own}
     families = [f"{name}, speed" for name in oldest_first()]
