@@ -223,8 +223,11 @@ class _Step:
         taken = []
         for rank, peak in enumerate(peaks):
             actions = actions_of(split, self.parallel.pipeline, rank, self.num_microbatches)
-            away = {form: int(most_in_flight(actions, lambda stage, of=of: of[stage])) for form, of in sent.items()}
-            taken.append(RankBytes(peak, {form: num_bytes for form, num_bytes in away.items() if num_bytes}))
+            away: dict[Form, int] = {}
+            for form, of in sent.items():
+                if num_bytes := int(most_in_flight(actions, lambda stage, of=of: of[stage])):
+                    away[form] = num_bytes
+            taken.append(RankBytes(peak, away))
         step = Simulated(
             max(peaks),
             max(step.forward_bytes for step in steps),
