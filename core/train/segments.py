@@ -225,8 +225,9 @@ class _Step:
             actions = actions_of(split, self.parallel.pipeline, rank, self.num_microbatches)
             away: dict[Form, int] = {}
             for form, of in sent.items():
-                away[form] = int(most_in_flight(actions, lambda stage, of=of: of[stage]))
-            taken.append(RankBytes(peak, {form: num_bytes for form, num_bytes in away.items() if num_bytes}))
+                if num_bytes := int(most_in_flight(actions, lambda stage, of=of: of[stage])):
+                    away[form] = num_bytes
+            taken.append(RankBytes(peak, away))
         step = Simulated(
             max(peaks),
             max(step.forward_bytes for step in steps),
