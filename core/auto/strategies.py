@@ -490,8 +490,8 @@ def _with_drive(
 
 def _time_with_drive(closed: StepTime, run: RunShape, made: GeminiEstimate) -> StepTime:
     """What Gemini's planner has of the step, and of the closed forms the messages between ranks, which it has not."""
-    inside = made.plan.seconds_of(run.num_microbatches)
-    compute = min(inside, run.num_microbatches * made.plan.busy_s["compute"])
+    inside, times = made.seconds_of(run.num_microbatches), 1 if made.by_blocks else run.num_microbatches
+    compute = min(inside, times * made.plan.busy_s["compute"])
     parts = {"compute_s": compute, "messages_s": closed.messages_s, "reduced_s": closed.reduced_s}
     parts |= {"bubble_s": 0.0, "update_s": 0.0, "host_s": inside - compute, "shared_s": closed.shared_s}
     return StepTime(step_s=sum(parts.values()), **parts)

@@ -56,11 +56,14 @@ class GeminiEstimate:
     def plan(self) -> ResidencyPlan:
         return self.chunking.plan
 
+    @property
+    def by_blocks(self) -> bool:
+        """Whether the plan is of all microbatches of a step, block by block."""
+        return self.orders is not None and self.orders.taken == "vertical"
+
     def seconds_of(self, num_microbatches: int) -> float:
         """Of a step of so many microbatches, in the order that is taken."""
-        if self.orders is not None and self.orders.taken == "vertical":
-            return self.plan.step_s
-        return self.plan.seconds_of(num_microbatches)
+        return self.plan.step_s if self.by_blocks else self.plan.seconds_of(num_microbatches)
 
     @property
     def device_bytes(self) -> int:
