@@ -186,7 +186,7 @@ class ParallelConfig:
         if self.zero == 3 and self.recompute.mode != "budget":
             raise UserError(
                 f"{given} with zero=3: it computes earlier blocks again in a block's backward, for which only that "
-                "block's parameters are gathered; use --zero 2, or --recompute.mode budget or full"
+                "block's parameters are gathered; use --zero 2, or --recompute.mode full"
             )
         if self.gemini.budget is not None and self.recompute.mode == "budget":
             raise UserError(
@@ -248,22 +248,16 @@ class ParallelConfig:
     def _check_budget_of_stages(self) -> None:
         """Raises UserError for pipelines whose stages' memory mode budget cannot divide."""
         given, spec = "recompute.mode=budget with pipeline", SCHEDULES[self.pipeline.schedule]
-        if spec.splits_backward or self.pipeline.stages_per_rank > 1:
+        if spec.splits_backward:
             raise UserError(
-                f"{given}.schedule={self.pipeline.schedule}: it reckons with one stage a rank, and a backward in one "
-                "part; use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
+                f"{given}.schedule={self.pipeline.schedule}: it reckons with a backward in one part; use "
+                "--pipeline.schedule 1f1b or interleaved, or --recompute.mode full, sqrt or recursive"
             )
         if spec.runs_ahead:
             raise UserError(
                 f"{given}.schedule={self.pipeline.schedule}: it reckons with one version of the weights; "
                 "use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
             )
-        for name in ("host", "disk", "bits"):
-            if (value := getattr(self.recompute, name)) is not None:
-                raise UserError(
-                    f"recompute.{name}={value} with recompute.mode=budget and stages: of them nothing waits elsewhere; "
-                    "leave it out, or use --recompute.mode offload or compressed"
-                )
         if self.pipeline.cost == "measured" and not self.pipeline.split:
             raise UserError(
                 f"{given}.cost=measured: what is computed again is chosen before the blocks are timed; leave the cost "
@@ -293,8 +287,11 @@ def parallelize(
         derive_axes(whole)
         agree_on_values(model, whole)
         mesh = worker_mesh(whole)
+    plan = with_blocks(model_plan(plan), model, mesh, config)
     table, stages, draws = cut(model, mesh, config, plan)
     parallel = _spread(model, mesh, config, table, materialise)
+    if isinstance(parallel, GeminiReplicas) and stages is None:
+        parallel.blocks = plan.pipeline
     spread = parallel
     if stages is not None:
         ahead = SCHEDULES[config.pipeline.schedule].runs_ahead
@@ -390,6 +387,28 @@ def with_stages(plan: ModelPlan, model: nn.Module, pp: int) -> ModelPlan:
 
     with _of_option("pp", pp):
         return replace(plan, pipeline=infer_stages(model, sample_of(model)))
+
+
+def with_blocks(plan: ModelPlan, model: nn.Module, mesh: DeviceMesh, config: ParallelConfig) -> ModelPlan:
+    """The plan; where Gemini is asked to run by blocks and it names none, with those that the model's forward shows.
+
+    Raises UserError where it shows none, and for a pipeline, whose schedule is the order of its microbatches.
+    """
+    if config.gemini.order != "vertical":
+        return plan
+    if (pp := pipeline_ranks(mesh)) > 1:
+        raise UserError(
+            f"gemini.order=vertical with mesh.pp={pp}: --pipeline.schedule says in which order a stage's microbatches "
+            "run; use --mesh.pp 1, or leave the order out"
+        )
+    if plan.pipeline is not None:
+        return plan
+    from core.parallel.infer import infer_stages, sample_of
+
+    try:
+        return replace(plan, pipeline=infer_stages(model, sample_of(model)))
+    except UserError as refused:
+        raise UserError(f"gemini.order=vertical: {refused}; or use --gemini.order horizontal") from refused
 
 
 def _context_mode(plan: ModelPlan, mesh: DeviceMesh, config: ParallelConfig, tp: int) -> Literal["ring", "ulysses"]:

@@ -149,6 +149,8 @@ class DiffusionConfig(TrainConfig):
             found["evaluate_every"] = "and nothing is validated; give --validation.prompts or --validation.images"
         if self.average is None:
             found["average_on_host"] = "without an average; give --average, such as 0.9999"
+        elif self.gemini.disk is not None:
+            found["average_on_host"] = "with gemini.disk, where an average lies with its masters; leave it out"
         return found
 
 

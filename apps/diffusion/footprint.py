@@ -223,7 +223,7 @@ def _training(config: DiffusionPlanConfig, shape: Shape, modules: Modules, befor
     model = trained_model(config, modules)
     masters, saved = _saved_bytes(config, model)
     found = (by_replicas if config.gemini.budget is None else by_gemini)(config, shape, model)
-    if config.average:
+    if config.average and config.gemini.disk is None:
         found = replace(found, resident=found.resident | {"moving average": masters})
     step_bytes = beside_bytes + found.peak_bytes + found.host_bytes
     staged = staged_bytes(saved, 1 if config.zero else config.nproc)
@@ -334,6 +334,7 @@ def under_budget(config: DiffusionPlanConfig, model: nn.Module, step: StepTrace)
         shared_by=lambda name: Sharers(ranks=ranks, sends=config.nproc > 1),
         policy=config.gemini.policy,
         host_budget_bytes=config.gemini.host_bytes,
+        averaged=config.average and config.gemini.disk is not None,
     )
     return Footprint(
         {"messages between devices": found.messages_bytes} if found.messages_bytes else {},

@@ -125,6 +125,7 @@ class DiffusionPlanConfig(PlannedMachine):
             return dict.fromkeys(names, "with task=sample; give --task train")
         found: dict[str, str] = dict.fromkeys(("guided", "scheme", "vae_tile"), "with task=train; give --task sample")
         found["gemini.durable_every"] = "in a plan, which is of steps that are all made durable; leave it out"
+        found["gemini.order"] = "in a plan, which is of steps of one microbatch; leave it out"
         if self.method != "lora":
             names = [f"lora.{item.name}" for item in fields(self.lora)]
             found |= dict.fromkeys(names, f"with method={self.method}; give --method lora")
@@ -132,7 +133,8 @@ class DiffusionPlanConfig(PlannedMachine):
             found["lora.start"] = "in a plan, which reads no file; give its --lora.rank and --lora.targets"
         if self.gemini.budget is not None:
             found["gemini.figure"] = "in a plan, which does not draw it; leave it out"
-            found["average"] = "with a budget, of which a plan does not know where the average lies; leave it out"
+            if self.gemini.disk is None:
+                found["average"] = "with a budget, of which a plan does not know where the average lies; leave it out"
         elif self.nproc == 1:
             found["bandwidth_gb_s"] = "on one device without a budget: nothing is sent; give --nproc or --gemini.budget"
         return found

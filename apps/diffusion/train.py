@@ -64,7 +64,9 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         parallel = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
         optimizer = build_optimizer(config.optim, parallel.masters)
         host = "cpu" if config.average_on_host else None
-        average = None if config.average is None else WeightAverage(parallel.masters, ramp(config.average), host)
+        average = None
+        if config.average is not None:
+            average = WeightAverage(parallel.masters, ramp(config.average), host, parallel.empty_like)
         objective = Objective(schedule.to(runtime.device), config.noise.min_snr, getattr(config, "prior_weight", 1.0))
         validation = Validation(
             config.validation,

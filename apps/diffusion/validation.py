@@ -47,7 +47,7 @@ class Validation:
     """that the model computes in"""
 
     def __call__(self, model: nn.Module) -> Mapping[str, float]:
-        with nullcontext() if self.average is None else self.average.in_place(self.parallel.publish):
+        with nullcontext() if self.average is None else self.parallel.showing(self.average):
             figures = {} if self.heldout is None else {"validation_loss": self._loss(model, self.heldout)}
             if self.config.prompts:
                 with freed_memory_given_back(self.pipeline.stored_bytes, self.parallel.device):

@@ -61,6 +61,7 @@ from core.kernels.gated_output import gated_residual
 from core.kernels.triangle import pair_product
 from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch, transpose_
 from core.parallel.draws import replicated
+from core.parallel.recompute import RecomputeConfig
 from core.placement.style import AXIS, Plan, Style
 
 _ROWS, _COLUMNS = 1, 2  # dims of z[B, I, J, Z], and of m[B, S, N, D]
@@ -109,12 +110,13 @@ _PARTIAL = (
 """Patterns of the parameters whose gradients are sums over the axis of what each rank finds."""
 
 
-def axial_plan(recomputed: int | None = None) -> Plan:
-    """The plan of a model to be trained: `core.placement.style` of the whole.
+def axial_plan(recompute: RecomputeConfig | None = None) -> Plan:
+    """The plan of a model to be trained, whose blocks are computed again as `recompute` says.
 
-    recomputed  one block of so many is computed again in the backward; None: none is
+    Raises UserError for mode budget.
     """
-    return {"": Style(partial=dict.fromkeys(_PARTIAL, (AXIS,)), messages=messages(recomputed), wrap=_trained)}
+    sent = messages(recompute or RecomputeConfig())
+    return {"": Style(partial=dict.fromkeys(_PARTIAL, (AXIS,)), messages=sent, wrap=_trained)}
 
 
 AXIAL = axial_plan()

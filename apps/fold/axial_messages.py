@@ -13,17 +13,23 @@ other exchanged, (s' / ranks) n' C_outer.
 In the backward what was gathered is reduced and scattered, and what was exchanged and used goes back. Beside the
 stacks: m is joined behind them, and so are the heads' rows and what points gathered; the gradients of queries, keys and
 values, whole on every rank, are summed. Alignments are of full size. Blocks that are computed again send what they sent
-once more, but for m on its way back where that comes behind all that the backward asks for, in models of complexes; an
+once more each time (`core.trace.segments`), but for m on its way back where that comes behind all that the backward
+asks for, in models of complexes; what mode selective keeps of products, none of which is sent, changes nothing. An
 iteration without gradients sends z from rank to rank, and factors in pieces, instead (`apps.fold.axial`).
 
 Cheng et al. 2022, FastFold, table 3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from torch import nn
 
 from apps.fold.model.config import EvoformerConfig, ModelConfig, MultimerConfig, PairConfig
-from core.parallel.plan import blocks_of
+from core.config import UserError
+from core.parallel.plan import block_lists, blocks_of
+from core.parallel.recompute import RecomputeConfig
 from core.placement.style import Message, Messages, Site
+from core.trace.segments import NAMED, Again, runs_again
 
 
 def _config(site: Site) -> ModelConfig:
@@ -95,19 +101,33 @@ def _blocks(site: Site) -> Iterator[tuple[int, int]]:
         yield many * gathered, many * exchanged
 
 
-def _again(site: Site, every: int) -> Iterator[tuple[int, int]]:
-    """The same of one block of so many, computed again in the backward."""
+def _runs_again(network: nn.Module, recompute: RecomputeConfig) -> dict[nn.Module, Again]:
+    """How often each block is computed again in the backward, of those that are."""
+    if recompute.mode in NAMED:
+        each = [zip(blocks, runs_again(NAMED[recompute.mode](len(blocks)))) for blocks in block_lists(network)]
+        return {block: again for found in each for block, again in found}
+    return dict.fromkeys(blocks_of(network)[:: recompute.every], Again(cut=1)) if recompute.recomputes else {}
+
+
+def _again(site: Site, recompute: RecomputeConfig) -> Iterator[tuple[int, int]]:
+    """What the blocks of each stack gather and exchange when they are computed again."""
     model, network = _config(site), site.module
-    chosen = set(blocks_of(network)[::every])
+    runs = _runs_again(network, recompute)
+
+    def sent(blocks: Iterable[nn.Module], gathered: int, exchanged: int, unread: int = 0) -> tuple[int, int]:
+        """unread: what of it a block sends at its end, which nothing in its own backward asks for"""
+        again = [runs[block] for block in blocks if block in runs]
+        cut = sum(one.cut for one in again)
+        many = cut + sum(one.whole for one in again)
+        return many * gathered, many * exchanged - cut * unread
+
     for (config, dim, rows), stack in zip(_stacks(site), (network.extra_blocks, network.blocks)):
-        gathered, exchanged = _stack(site, config, dim, rows)
-        exchanged -= _switched(site, rows, dim) if _outer_first(site) else 0
-        many = len(chosen.intersection(stack))
-        yield many * gathered, many * exchanged
+        yield sent(stack, *_stack(site, config, dim, rows), _switched(site, rows, dim) if _outer_first(site) else 0)
     if (templates := model.templates) is not None:
-        many = len(chosen.intersection(network.template_embedder.pairs.blocks)) * model.max_templates
-        gathered, exchanged = _pair_stack(site, templates.pair, templates.dim)
-        yield many * gathered, many * exchanged
+        gathered, exchanged = sent(
+            network.template_embedder.pairs.blocks, *_pair_stack(site, templates.pair, templates.dim)
+        )
+        yield model.max_templates * gathered, model.max_templates * exchanged
 
 
 def _gathered(site: Site) -> int:
@@ -166,17 +186,20 @@ def _points(site: Site) -> int:
     return site.batch * site.length * 3 * places
 
 
-def messages(recomputed: int | None = None) -> Messages:
-    """The messages of a microbatch.
+def messages(recompute: RecomputeConfig) -> Messages:
+    """The messages of a microbatch, with those of blocks that are computed again in the backward.
 
-    recomputed  one block of so many is computed again in the backward (`recompute.mode=full`); None: none is
+    Raises UserError for mode budget, whose blocks nobody knows before a step has been traced.
     """
-    again = ()
-    if recomputed is not None:
-        again = (
-            Message("all_gather", lambda site: sum(gathered for gathered, _ in _again(site, recomputed))),
-            Message("all_to_all", lambda site: sum(exchanged for _, exchanged in _again(site, recomputed))),
+    if recompute.mode == "budget":
+        raise UserError(
+            "recompute.mode=budget with axial parallelism: which blocks send their messages again is not known "
+            "beforehand; use full, sqrt or recursive"
         )
+    again = (
+        Message("all_gather", lambda site: sum(gathered for gathered, _ in _again(site, recompute))),
+        Message("all_to_all", lambda site: sum(exchanged for _, exchanged in _again(site, recompute))),
+    )
     return Messages(
         forward=(
             Message("all_gather", _gathered),
@@ -189,6 +212,6 @@ def messages(recomputed: int | None = None) -> Messages:
             Message("all_to_all", _returned),
             Message("all_reduce", _scalars),
             Message("all_reduce", _points, width="wide"),
-            *again,
+            *(again if recompute.recomputes or recompute.segmented else ()),
         ),
     )

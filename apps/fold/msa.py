@@ -21,9 +21,10 @@ from apps.fold.search.hhsearch import ProfileJob
 from apps.fold.search.jobs import Aligned, Searches, aligned, jobs_of
 from apps.fold.search.on_ray import Cluster, S
 from apps.fold.search.options import SearchConfig, open_sources, open_structures
-from apps.fold.service.client import Service, read_key
+from apps.fold.service.client import Service
 from core.config import UserError, in_one_line, parse, size_in_bytes
 from core.files import replace_file
+from core.web.key import read_key
 
 _HIT = "\nProbab="  # once for each hit of hhsearch
 _ASKED_AT_ONCE = 4  # records, of a server
@@ -163,7 +164,8 @@ def _run(searches: Searches, jobs: list[S], config: MsaConfig, cluster: Cluster 
         else:
             failed = searches.run_on(cluster.machines(searches, progress.console.print), jobs, done)
     kind = "searches" if what == "searching" else "searches for templates"
-    print(f"{len(jobs) - kept} {kind} run, {kept} known from before")
+    ended = f"{len(jobs) - kept - len(failed)} {kind} run, {kept} known from before"
+    print(f"{ended}, {len(failed)} failed" if failed else ended)
     return failed
 
 

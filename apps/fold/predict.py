@@ -46,7 +46,7 @@ from apps.fold.output.report import AlignmentPicture, add_relaxed, write_report
 from apps.fold.output.unfinished import Row, Unfinished, lacking, read_object
 from apps.fold.precision import PredictionPrecision, chosen_precision
 from apps.fold.relax import TIME_LIMIT, check_limit, chosen, relax_file, said
-from apps.fold.service.client import Service, read_key
+from apps.fold.service.client import Service
 from apps.fold.shares import plan_shares
 from apps.fold.subbatch import HEADS, FoldJob, apply_subbatches, free_bytes, plan_subbatches
 from apps.fold.subbatch.reading import read_pairs
@@ -72,6 +72,7 @@ from core.runtime import (
     start,
     world_size,
 )
+from core.web.key import read_key
 
 Relaxations = Literal["none", "best", "all"]
 

@@ -18,7 +18,7 @@ from apps.fold.features.structures import Chain, is_mmcif, read_mmcif, read_stru
 from apps.fold.features.text import unpacked_name
 from apps.fold.output.confidence import Folded
 from apps.fold.output.files import fits_pdb, write_mmcif, write_pdb
-from apps.fold.relaxation.amber import INSTALL, Amber, find_openmm
+from apps.fold.relaxation.amber import INSTALL, Amber, find_openmm, lone_residue
 from apps.fold.relaxation.protocol import Limit, Minimizer, Relaxed, Structure, Tell, relax
 from apps.fold.relaxation.violations import Violations, drawn_apart
 from core.config import UserError, parse
@@ -37,7 +37,8 @@ class RelaxConfig:
     out: Path = Path("relaxed")
     """a folder for NAME_relaxed.cif and NAME_relaxation.json"""
     method: Method = "auto"
-    """amber: AlphaFold's, by OpenMM; violations: without a force field, by torch; auto: amber where it is installed"""
+    """amber: AlphaFold's, by OpenMM; violations: without a force field, by torch; auto: amber where it
+    is installed, and where it knows the structure"""
     platform: str = "CPU"
     """OpenMM's, for amber: CPU, Reference, and what else is installed, such as CUDA"""
     time_limit: float = TIME_LIMIT
@@ -102,7 +103,10 @@ def _files(given: Path) -> list[Path]:
 
 
 def chosen(method: Method, platform: str = "CPU") -> Callable[[Structure, Limit], Minimizer]:
-    """The minimizer.  Raises UserError for amber where OpenMM is not installed; auto says so, and takes the other."""
+    """The minimizer.  Raises UserError for amber where OpenMM is not installed; auto says so, and takes the other.
+
+    auto also takes the other for a structure in which a residue stands alone.
+    """
     if method == "violations":
         return Violations
     try:
@@ -113,7 +117,17 @@ def chosen(method: Method, platform: str = "CPU") -> Callable[[Structure, Limit]
         reason = str(error).partition(";")[0]
         print(f"{reason}: atoms are moved by violations alone, without a force field; {INSTALL}", file=sys.stderr)
         return Violations
-    return partial(Amber, platform=platform)
+    amber = partial(Amber, platform=platform)
+    return amber if method == "amber" else partial(_as_it_can, amber)
+
+
+def _as_it_can(amber: Callable[[Structure, Limit], Minimizer], structure: Structure, limit: Limit) -> Minimizer:
+    """By amber, or, where a residue stands alone, by violations, which is said."""
+    lone = lone_residue(structure)
+    if lone is None:
+        return amber(structure, limit)
+    print(f"{lone}: atoms are moved by violations alone, without a force field", file=sys.stderr)
+    return Violations(structure, limit)
 
 
 def relax_file(

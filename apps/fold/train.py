@@ -81,7 +81,9 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             confidence_alone(network)
         parallel = parallelize(network, mesh, config, plan_of(config), materialise=_materialise(config, values))
         optimizer = build_optimizer(config.optim, parallel.masters)
-        average = None if config.average is None else WeightAverage(parallel.masters, unbiased(config.average))
+        average = None
+        if config.average is not None:
+            average = WeightAverage(parallel.masters, unbiased(config.average), empty_like=parallel.empty_like)
         dtype = compute_dtype(config.precision)
         summary = fit(
             parallel,

@@ -10,12 +10,14 @@ from apps.llm.export import ExportDtype
 from core.config import UserError
 from core.estimate import RunShape
 from core.kernels.shown_right import all_shown
-from core.mesh import MeshConfig
+from core.mesh import MeshConfig, mesh_shape
 from core.models.decoder import DecoderConfig
 from core.models.plan import decoder_table
 from core.nn.by_kernels import DECODER
 from core.optim.adamw import AdamWConfig
 from core.optim.schedule import ScheduleConfig
+from core.parallel.coded_shards import check_nodes
+from core.parallel.compress import names_to_compress
 from core.parallel.context import check_length
 from core.parallel.local import LocalTrainingConfig, check_fragments
 from core.runtime import ranks_of
@@ -108,7 +110,8 @@ def check_combination(config: PretrainConfig) -> MeshConfig:
     """The mesh with all its sizes.  Raises UserError for what cannot run together, before anything is loaded."""
     check_objective(config)
     mesh = resolved_mesh(config)
-    decoder_table(config.model, mesh, config.zero)
+    names_to_compress(decoder_table(config.model, mesh, config.zero), config.comm)
+    check_nodes(config.comm, mesh_shape(mesh))
     if mesh.pp > 1:
         config.pipeline.check_stages(mesh.pp, config.model.num_layers)
         if config.model.tied_head:

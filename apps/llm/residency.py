@@ -1,5 +1,6 @@
 """Gemini's plan of a run in its budget, before it runs: a rank's model is traced without memory and other ranks."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,13 +21,19 @@ from core.trace.machine import Speed
 
 
 def estimate_residency(
-    config: PretrainConfig, mesh: MeshConfig, speed: Speed, link_bytes_per_s: float, foreign: ForeignModel | None = None
+    config: PretrainConfig,
+    mesh: MeshConfig,
+    speed: Speed,
+    link_bytes_per_s: float,
+    foreign: ForeignModel | None = None,
+    drives: Sequence[tuple[float, float]] | None = None,
 ) -> GeminiEstimate:
-    """The plan of a rank's device, for the step of its largest microbatch.
+    """The plan of a rank's device, for the step of its largest microbatch; of all, where they run by blocks.
 
     mesh              with all its sizes
     link_bytes_per_s  between a device and the host, each way
     foreign           the model, where it is not the configuration's
+    drives            see `core.estimate.residency.estimate_budget`
 
     Raises UserError for a budget in which no step fits, and for models and meshes whose step is not foreseen here.
     """
@@ -36,13 +43,17 @@ def estimate_residency(
             f"{given} and mesh.pp={mesh.pp}: a stage's step is foreseen only by the ranks that run it; plan "
             "one with mesh.pp=1 and as many layers as a stage has, or start the run, which refuses what does not fit"
         )
-    rows = max(config.microbatch_rows(config.data.global_batch // mesh.data_ranks))
+    sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
     if foreign is not None:
-        model, loss, plan = foreign.build(), foreign.loss(rows, config.data.sequence_length), NO_PLAN
+        model, plan = foreign.build(), NO_PLAN
+        losses = [foreign.loss(rows, config.data.sequence_length) for rows in sizes]
     else:
         model, plan = _decoder(config, given), decoder_plan(config.model, config.mesh)
-        loss = partial(token_loss, batch=microbatch(config, rows, config.data.sequence_length))
-    return estimate_budget(model, loss, mesh, config, speed, link_bytes_per_s, plan, config.optim)
+        batches = (microbatch(config, rows, config.data.sequence_length) for rows in sizes)
+        losses = [partial(token_loss, batch=batch) for batch in batches]
+    largest = losses[sizes.index(max(sizes))]
+    given = config.optim, losses
+    return estimate_budget(model, largest, mesh, config, speed, link_bytes_per_s, plan, *given, drives=drives)
 
 
 def _decoder(config: PretrainConfig, given: str) -> Decoder:

@@ -4,19 +4,27 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx2
 
 from core.config import UserError, parse
+from core.web.client import address, client_of, said_of, untrusted
+from core.web.key import read_key
+
+_TIMEOUT = httpx2.Timeout(None, connect=10.0)  # a server that is busy may take its time; Ctrl-C ends it
+_OWN = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
+"""Hosts that are asked without a proxy."""
+_END = "[DONE]"
+_EXAMPLE = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)
 class ChatConfig:
     """Talk to a served model. An empty line or Ctrl-D ends it; /clear forgets what was said."""
 
-    url: str = "http://127.0.0.1:8000"
+    url: str = _EXAMPLE
     """the server"""
     model: str | None = None
     """one of those served; by default the first"""
@@ -69,46 +77,57 @@ def stream(config: ChatConfig, messages: list[dict[str, str]]) -> Iterator[str]:
         "stream": True,
     }
     body |= {name: value for name, value in (("model", config.model), ("seed", config.seed)) if value is not None}
-    headers = {"Content-Type": "application/json"}
-    if config.api_key_file is not None:
-        headers["Authorization"] = f"Bearer {_key(config.api_key_file)}"
+    key = read_key(config.api_key_file)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     for event in post(config.url, "/v1/chat/completions", body, headers):
-        if "error" in event:
-            raise UserError(event["error"]["message"])
-        for choice in event["choices"]:
-            yield choice["delta"].get("content", "")
+        try:
+            if "error" in event:
+                raise UserError(event["error"]["message"])
+            found = [choice["delta"].get("content") or "" for choice in event["choices"]]
+        except (AttributeError, KeyError, TypeError):
+            raise _no_text(address(config.url, _EXAMPLE)[0]) from None
+        yield from found
 
 
-def post(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """The events of a streamed answer.  Raises UserError where there is none."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{url} is no address of a server; give one such as http://127.0.0.1:8000")
-    connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = connect(parts.hostname, parts.port)
+def _no_text(server: str) -> UserError:
+    return UserError(f"{server} answers what is no text of a model; is it the address of megalith serve?")
+
+
+def post(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[Any]:
+    """The events of a streamed answer.  Raises UserError with one line where there is none, or where it breaks off."""
+    server, login = address(url, _EXAMPLE)
+    given: dict[str, Any] = {"auth": None if "Authorization" in headers else login, "mounts": _OWN}
+    asked: dict[str, Any] = {"method": "POST", "json": body, "headers": headers}
+    begun = False
     try:
-        connection.request("POST", parts.path.rstrip("/") + path, json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise UserError(_complaint(response.status, response.read()))
-        for line in response:
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
-    except (OSError, HTTPException) as error:
-        raise UserError(f"no answer from {url} ({error}); start one with megalith serve --model DIR") from None
-    finally:
-        connection.close()
+        with client_of(server, timeout=_TIMEOUT, **given) as client, client.sse(server + path, **asked) as events:
+            if events.response.status_code != 200:
+                raise UserError(_complaint(server, events.response))
+            for event in events:
+                begun = True
+                if event.data != _END:
+                    yield _parsed(server, event.data)
+    except httpx2.SSEError:
+        raise _no_text(server) from None
+    except httpx2.RequestError as error:
+        if found := untrusted(error):
+            raise UserError(f"the server {server}: {found}") from None
+        if begun:
+            raise UserError(f"the answer of {server} breaks off ({said_of(error)}); see what the server says") from None
+        raise UserError(
+            f"no answer from {server} ({said_of(error)}); start one with megalith serve --model DIR"
+        ) from None
 
 
-def _complaint(status: int, body: bytes) -> str:
+def _parsed(server: str, data: str) -> Any:
     try:
-        return json.loads(body)["error"]["message"]
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise _no_text(server) from None
+
+
+def _complaint(server: str, response: httpx2.Response) -> str:
+    try:
+        return json.loads(response.read())["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return f"the server answered {status}"
-
-
-def _key(path: Path) -> str:
-    try:
-        return path.read_text().splitlines()[0].strip()
-    except (OSError, ValueError, IndexError) as error:
-        raise UserError(f"cannot read the key from {path} ({error})") from None
+        return f"{server} answers {response.status_code}; is it the address of megalith serve?"

@@ -14,11 +14,12 @@ from apps.serve.config import ServeConfig
 from apps.serve.loop import EngineLoop
 from apps.serve.metrics import Metrics
 from apps.serve.model import ModelFolder, build_engines, find_model
-from apps.serve.server import Server, build_app, read_key
+from apps.serve.server import Server, build_app
 from core.config import UserError, in_words, parse
 from core.mesh import MeshConfig
 from core.quant import stored_bytes
 from core.runtime import launch, launched, start
+from core.web.key import read_key
 from core.web.listen import Listener, address_of, bind, not_ours
 from core.web.wire import Protocol
 
@@ -28,7 +29,7 @@ log = logging.getLogger("serve")
 def main(argv: list[str]) -> int:
     config = parse({"default": ServeConfig}, argv, "megalith serve", default="default")
     sources = _sources(config)
-    read_key(config)
+    read_key(config.api_key_file)
     if config.tp > 1 and not launched():
         return launch(config.tp, "apps.serve", argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)

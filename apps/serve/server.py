@@ -37,6 +37,7 @@ from apps.serve.metrics import Metrics
 from apps.serve.template import MAX_PROCESSES
 from apps.serve.tickets import EngineFailed, Ticket
 from core.config import UserError, size_in_bytes
+from core.web.key import read_key
 
 log = logging.getLogger("serve")
 Result = TypeVar("Result")
@@ -258,7 +259,7 @@ def build_app(server: Server) -> FastAPI:
     config = server.config
     hosts = (config.host, *config.allow_host)
     app.add_middleware(
-        Guard, key=read_key(config), hosts=hosts, max_body_bytes=size_in_bytes(config.max_body, "max_body")
+        Guard, key=read_key(config.api_key_file), hosts=hosts, max_body_bytes=size_in_bytes(config.max_body, "max_body")
     )
     if server.config.cors_origins:
         app.add_middleware(
@@ -392,19 +393,6 @@ def _path(place: Sequence[int | str], body: Any, is_missing: bool) -> list[int |
             path.append(part)
             body = inside.get(part)
     return path
-
-
-def read_key(config: HttpConfig) -> str | None:
-    """The first line of the key's file.  Raises UserError where there is none."""
-    if config.api_key_file is None:
-        return None
-    try:
-        lines = config.api_key_file.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the key from {config.api_key_file} ({error})") from None
-    if not lines or not lines[0].strip():
-        raise UserError(f"{config.api_key_file} holds no key; put one into its first line")
-    return lines[0].strip()
 
 
 def _version() -> str:

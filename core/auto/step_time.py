@@ -409,6 +409,18 @@ class StepClock:
         narrow = run.width_bytes * elements if run.width_bytes < run.wide_bytes else 0
         return self._away * (self._shard_bytes + narrow)
 
+    def drive_s(self, read_bytes_per_s: float, written_bytes_per_s: float) -> float:
+        """Seconds of a drive that has what the cluster's host does not hold: gradients of it stay on the host.
+
+        It is read for each forward and backward, and masters and state by the update, which writes them.
+        """
+        run, elements = self.run, sum(part.num_updated for part in self._parts)
+        share = self._away * max(0.0, 1 - self.cluster.host_bytes / max(self.host_bytes, 1.0))
+        state = self._shard_bytes - run.wide_bytes * elements
+        narrow = run.width_bytes * elements if run.width_bytes < run.wide_bytes else 0
+        read = state + 2 * run.num_microbatches * run.width_bytes * elements
+        return share * (read / read_bytes_per_s + (state + narrow) / written_bytes_per_s)
+
     @cached_property
     def _shard_bytes(self) -> float:
         """Masters, gradients and state of all that a rank's optimizer updates."""

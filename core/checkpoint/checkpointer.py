@@ -115,8 +115,8 @@ class _Load:
     planner: LoadPlanner
     rank_values: dict[str, Tensor | bytes] | None = None
 
-    def __init__(self, path: Path, shards: dict[str, Shard], under: str) -> None:
-        self.path, self.shards, self.under = path, shards, under
+    def __init__(self, path: Path, shards: dict[str, Shard], under: str, leaves: tuple[str, ...]) -> None:
+        self.path, self.shards, self.under, self.leaves = path, shards, under, leaves
 
     def check(self, rank: int, num_ranks: int) -> set[str]:
         """Open, compare this rank's share of the files, and plan what it reads.  Returns the names that it asks for."""
@@ -129,7 +129,8 @@ class _Load:
     def check_all(self, names: list[set[str]]) -> None:
         """On the coordinator: every stored name is asked for by some rank (pipeline stages hold different names)."""
         tell_of_format(self.stored)
-        stored = {name for name in self.stored.tensors if name.startswith(self.under)}
+        names_under = (name for name in self.stored.tensors if name.startswith(self.under))
+        stored = {name for name in names_under if not name.startswith(self.leaves)}
         require_names(self.path, unexpected=stored.difference(*names))
 
     def read(self, ranks: "CheckpointRanks", mesh: dict[str, int]) -> None:
@@ -214,12 +215,13 @@ class Checkpointer:
             self._write(save)
 
     def load(
-        self, at: int | Path | None, tensors: dict[str, Tensor], under: str = ""
+        self, at: int | Path | None, tensors: dict[str, Tensor], under: str = "", leaves: tuple[str, ...] = ()
     ) -> tuple[int, dict[str, Any], dict[str, Tensor | bytes] | None]:
         """Load a checkpoint into `tensors`, in place, whatever mesh wrote it.
 
-        at     a step of this folder, the path of any checkpoint, or None for the latest of this folder
-        under  compare and load only names that start so ("model/"); by default all
+        at      a step of this folder, the path of any checkpoint, or None for the latest of this folder
+        under   compare and load only names that start so ("model/"); by default all
+        leaves  beginnings of names that the checkpoint may have and `tensors` of all ranks lack
 
         Floating dtypes are cast to those of `tensors`.
 
@@ -230,7 +232,7 @@ class Checkpointer:
         self._wait_for_all()
         with _one_error(f"cannot load from {self.folder}"):
             path = self._ranks.broadcast("find", lambda: self._find(at))
-            load = _Load(path, {name: Shard(tensor) for name, tensor in tensors.items()}, under)
+            load = _Load(path, {name: Shard(tensor) for name, tensor in tensors.items()}, under, leaves)
             rank, num_ranks = self._ranks.get_rank(), self._ranks.get_world_size()
             self._ranks.all_reduce("check", lambda: load.check(rank, num_ranks), load.check_all)
             self._ranks.all_reduce("read", lambda: load.read(self._ranks, self._mesh), lambda _: None)

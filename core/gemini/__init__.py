@@ -8,6 +8,7 @@ residency  where each chunk lives and every move of a step: a pure function of t
     lifetimes    which buffers stay between two uses
     timeline     the moves that follow, their bytes and seconds
 search     the chunk size, by planning the step of each candidate
+order      a step's microbatches one after the other, or by blocks, by the time of either
 planning   all of it, on all ranks alike
 figure     memory over a step, planned beside measured
 
@@ -20,9 +21,11 @@ transport  fetching and reducing a chunk, over the link and the ranks
 executor   what comes and goes at each moment, never over the budget
 hooks      which moment it is, told by hooks on the model's modules
 replicas   Gemini as the training loop sees it
+vertical   a step of several microbatches by blocks
 disk       chunks that live on a drive below the host, and durable steps
     direct      reads and writes past the page cache, with checksums
     area        memory in which values are read ahead
+    waiting     gradients that wait there for their update
     slots       what lies where in a chunk's two places on the drive
     generation  the record of a durable step, and a folder with it
     drives      the folders of a rank, each with a file for slots

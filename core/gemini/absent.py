@@ -2,7 +2,8 @@
 
 It changes its class, and has the memory of one element: shape, dtype, gradient and hooks can be asked for, everything
 that would compute with it raises. What gets past Python (a compiled graph, a C++ operator) reads NaN. As long as the
-parameter is on the device it is exactly what it was, so nothing stands between it and the operators.
+parameter is on the device it is exactly what it was, so nothing stands between it and the operators. A gradient that
+waits on a disk is absent in the same way.
 """
 
 from typing import Any
@@ -29,11 +30,15 @@ def _refuse(tensor: Tensor, func: Any) -> None:
         allowed = attribute not in _VALUES
     else:
         allowed = name in _ALLOWED
-    if not allowed:
-        raise RuntimeError(
-            f"the parameter {tensor.gemini_name} is not on the device: Gemini brings it for the forward and "  # pyright: ignore[reportAttributeAccessIssue]
-            f"backward of the module that it belongs to, and {name} reads it outside of them"
-        )
+    if allowed:
+        return
+    named: str = tensor.gemini_name  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(tensor, AbsentGradient):
+        raise RuntimeError(f"the gradient of {named} waits on the disk for its update, and {name} reads it before")
+    raise RuntimeError(
+        f"the parameter {named} is not on the device: Gemini brings it for the forward and backward of the module that "
+        f"it belongs to, and {name} reads it outside of them"
+    )
 
 
 def _intercept(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -64,13 +69,33 @@ class AbsentTensor(Tensor):
         return f"AbsentTensor({tuple(self.shape)}, dtype={self.dtype})"
 
 
-_ABSENT = (AbsentParameter, AbsentTensor)
+class AbsentGradient(Tensor):
+    """A gradient that has been reduced, and waits outside of memory; `waiting` is what is known of it."""
+
+    __torch_function__ = classmethod(_intercept)  # pyright: ignore[reportAssignmentType]
+    waiting: Any
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        return f"AbsentGradient({tuple(self.shape)}, dtype={self.dtype})"
+
+
+_ABSENT = (AbsentParameter, AbsentTensor, AbsentGradient)
 
 
 def placeholder(like: Tensor) -> Tensor:
     """A tensor of that shape, dtype and device with the memory of one element: NaN, of integers 0."""
     value = float("nan") if like.is_floating_point() or like.is_complex() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def absent_gradient(master: Tensor, name: str, waiting: Any) -> Tensor:
+    """What stands for the gradient of a master, of a parameter of that name, while it waits."""
+    made = placeholder(master)
+    made.gemini_name = name  # pyright: ignore[reportAttributeAccessIssue]
+    made.waiting = waiting  # pyright: ignore[reportAttributeAccessIssue]
+    kind: Any = AbsentGradient
+    made.__class__ = kind
+    return made
 
 
 def withdraw(tensor: Tensor, name: str, absent: Tensor) -> None:

@@ -65,6 +65,22 @@ class Away(Protocol):
     def reopen(self, chunk: "Chunk") -> None: ...
 
 
+class Waits(Protocol):
+    """The place below the host where a chunk's gradient waits for its update (`core.gemini.waiting`)."""
+
+    def hold(self, chunk: "Chunk") -> None:
+        """Let `chunk.grad` be memory, with what waits of it."""
+        ...
+
+    def send(self, chunk: "Chunk") -> None:
+        """Let what was added up there wait."""
+        ...
+
+    def absent(self, member: "Member") -> Tensor:
+        """What stands for a member's gradient meanwhile."""
+        ...
+
+
 def sharers(mesh: AnyMesh, axes: Collection[str], shards: bool) -> Sharers:
     """Those of a parameter that these axes of the mesh cut.  shards: chunks are sharded, and not copied."""
     cut = tuple(axis for axis in data_axes(mesh) if axis in axes and axis_size(mesh, axis) > 1)
@@ -140,6 +156,8 @@ class Chunk:
     alone     resident, and no other rank has gradients for it: they become the masters' without passing the buffer
     merged    alone, and the buffer is the shard
     away      where it lives, if it is not in memory; masters and values are then views of a file
+    aside     gradients beside the buffer, laid out as in it, whose parameters are read again; those of `set_aside`
+    waits     where its gradient waits, if that is not in memory; `grad` is then there while it is added up or used
     count     state -> how many members are in it
     """
 
@@ -155,7 +173,10 @@ class Chunk:
             self.own_elements += member.own_elements
         self.resident = self.alone = self.merged = self.is_filled = self.has_grad = False
         self.away: Away | None = None
+        self.waits: Waits | None = None
         self.grad: Tensor | None = None
+        self.aside: Tensor | None = None
+        self.set_aside: list[Member] = []
         self.ready: torch.cuda.Event | None = None  # when it is filled
         self._filled_from = 0
         self._make_buffer()
@@ -201,8 +222,7 @@ class Chunk:
     def _make_buffer(self) -> None:
         self.buffer = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
         for member in self.members:
-            part = self.buffer.narrow(0, member.offset, member.num_elements)
-            member.view = part.view(member.tensor.shape)
+            member.view = self.place_in(self.buffer, member)
             member.absent = placeholder(member.view)
         self.buffer.untyped_storage().resize_(0)
         for member in self.members:
@@ -273,6 +293,10 @@ class Chunk:
         """The reduced gradient of this rank's rows."""
         return self._own(self.grad, member)
 
+    def reduced_grad(self, member: Member) -> Tensor:
+        """The same, or what stands for it where it waits elsewhere."""
+        return self.own_grad(member) if self.waits is None else self.waits.absent(member)
+
     def refresh(self) -> None:
         """The masters have moved: so do the values of another format that lie beside them."""
         if self.masters is not None and self.values is not None and self.values is not self.masters:
@@ -280,12 +304,15 @@ class Chunk:
 
     def make_grad(self) -> Tensor:
         """Memory for the gradient of the shard, beside the masters; what stands in it is undefined."""
-        if self.grad is None:
+        if self.waits is not None:
+            self.waits.hold(self)
+        elif self.grad is None:
             assert self.masters is not None
             if self.masters.device.type == "cpu":
                 self.grad = host_empty(self.own_elements, self.wide, self.device.type == "cuda")
             else:
                 self.grad = torch.empty_like(self.masters)
+        assert self.grad is not None
         return self.grad
 
     def settle(self) -> None:
@@ -317,9 +344,26 @@ class Chunk:
         else:
             member.master.grad.add_(grad)
 
+    def put_aside(self, member: Member, grad: Tensor) -> None:
+        """Put a parameter's gradient beside the buffer, in which its value stays."""
+        if self.aside is None:
+            self.aside = torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
+        self.place_in(self.aside, member).copy_(grad)
+        self.set_aside.append(member)
+
+    def drop_aside(self) -> None:
+        """Give back the memory beside the buffer."""
+        self.aside = None
+        self.set_aside.clear()
+
+    def place_in(self, flat: Tensor, member: Member) -> Tensor:
+        """A member's place in memory that is laid out as the buffer."""
+        return flat.narrow(0, member.offset, member.num_elements).view(member.tensor.shape)
+
     def forget_grads(self) -> None:
         """Forget the gradients in the shard."""
         self.has_grad = False
+        self.drop_aside()
         if self.alone:
             for member in self.members:
                 member.master.grad = None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from core.config import UserError
+from core.gemini.order import Order
 from core.gemini.residency import Policy
 from core.gemini.tier import parse_bytes
 
@@ -14,11 +15,18 @@ from core.gemini.tier import parse_bytes
 class GeminiConfig:
     RENAMED: ClassVar[Mapping[str, str]] = {"trace": "figure"}
 
+    SAYS_OF_MOVES: ClassVar[tuple[str, ...]] = ("figure", "host", "disk", "policy", "order")
+    """Options that are refused without a budget."""
+
     budget: str | None = None
     """device memory of a rank, such as 10GiB: model data that does not fit in it lives on the host; None: no Gemini"""
 
     policy: Policy = "auto"
     """auto: whatever makes the step shortest; static: what is not resident leaves after each use; cpu: nothing stays"""
+
+    order: Order = "auto"
+    """a step's microbatches one after the other (horizontal), or all through each block, which fetches it once for all
+    of them and keeps what they hand on (vertical); auto: the shorter step, where results are the same bit for bit"""
 
     figure: Path | None = None
     """draw memory over a step here, device and host, as a PNG: as planned, and as the first two steps had it"""
@@ -59,10 +67,5 @@ class GeminiConfig:
 
     def _given_in_vain(self) -> str | None:
         """An option that says something of moves, with its value."""
-        given = {
-            "figure": self.figure,
-            "host": self.host,
-            "disk": self.disk,
-            "policy": None if self.policy == "auto" else self.policy,
-        }
-        return next((f"gemini.{name}={value}" for name, value in given.items() if value is not None), None)
+        given = {name: getattr(self, name) for name in self.SAYS_OF_MOVES}
+        return next((f"gemini.{name}={value}" for name, value in given.items() if value not in (None, "auto")), None)

@@ -10,10 +10,11 @@
              record says which slots hold the step. The next updates wait for that
 
 There are `PLACES` places, each as large as the largest slot, made once: all that the host has of chunks on the disk
-beside their gradients. The last of them takes values that are fetched, as many ahead as there is room for. Between its
-uses a chunk's masters and state are views of the mapped file, so that whoever looks at them by name (a checkpoint)
-needs to know nothing of the disk, once `confirm` has returned; a step of training never does. What lives in the host's
-memory lies there as in a slot, in pages of its own, from which the drive takes it.
+beside their gradients, which may wait on the disk, too (`core.gemini.waiting`). The last of them takes values that are
+fetched, as many ahead as there is room for. Between its uses a chunk's masters and state are views of the mapped file,
+so that whoever looks at them by name (a checkpoint) needs to know nothing of the disk, once `confirm` has returned; a
+step of training never does. What lives in the host's memory lies there as in a slot, in pages of its own, from which
+the drive takes it.
 
 A generation is a step whose record (`core.gemini.generation`) is on the disk. Its slots are not written again before
 the next one's record is there, so a process that is killed at any moment goes on from it, or from the one before it
@@ -22,7 +23,7 @@ step that another has not come to.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +43,10 @@ from core.gemini.generation import Generation
 from core.gemini.residency import PLACES
 from core.gemini.search import Chunking
 from core.gemini.slots import Slots
+from core.gemini.waiting import WaitingGradients
 from core.optim.sharded import make_state
 from core.pinned import host_empty
+from core.streams import take_device
 
 GO_ON = "the drive has lost it: go on from a checkpoint, with --resume and another --gemini.disk"
 
@@ -68,16 +71,21 @@ class _Write:
 class Disk:
     """folders    of this rank, which the process holds
     drives     of those, with a file of this process in each
-    pinned     whether a GPU copies from the places by itself
+    device     where the model computes: a GPU copies from the places by itself
     every      steps from one that is made durable to the next
     early      chunks whose update has begun before the step's end -> what says when it is over
     housed     chunks that live in the host's memory -> that, laid out as a slot
+    waiting    gradients that wait for their update on the drives
     agree      returns when all ranks have made a step durable: only then may the slots of the one before it be written
+    averages   of masters, by name: they lie with them
+    shows_averages  what is fetched are those
     """
 
-    def __init__(self, folders: Folders, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
-        self.optimizer, self.pinned, self.folders, self.every = optimizer, pinned, folders, every
+    def __init__(self, folders: Folders, device: torch.device, optimizer: torch.optim.Optimizer, every: int):
+        self.optimizer, self.pinned, self.folders, self.every = optimizer, device.type == "cuda", folders, every
         self.agree: Callable[[], object] = lambda: None
+        self.averages: Mapping[str, Tensor] = {}
+        self.shows_averages = False
         self.drives: list[Drive] = folders.drives()
         self.slots: dict[Chunk, Slots] = {}
         self.away: set[Chunk] = set()
@@ -88,6 +96,7 @@ class Disk:
         self.updates = False  # values are being replaced: what is fetched next may be old still
         self._drive: dict[str, Drive] = {drive.file.path.name: drive for drive in self.drives}
         self.housed: dict[Chunk, Tensor] = {}
+        self.waiting = WaitingGradients(self.pinned)
         self._places: list[Tensor] = []
         self._free: list[Tensor] = []
         self._area: Area  # of values
@@ -98,20 +107,22 @@ class Disk:
         self._coming: deque[Chunk] = deque()  # those of them that have not been read
         self._before: dict[Chunk, dict[str, dict[str, Any]]] = {}  # numbers of their optimizer's state
         self._returned: set[Chunk] = set()  # whose gradients were not final, though they were taken for it
-        self._updater = ThreadPoolExecutor(1, thread_name_prefix="updates")
-        self._committer = ThreadPoolExecutor(1, thread_name_prefix="commits")
+        self._updater, self._committer = (
+            ThreadPoolExecutor(1, name, initializer=take_device, initargs=(device,)) for name in ("updates", "commits")
+        )
         self._committed: Future[None] | None = None  # over when the last step that was committed is durable
         self._lock = RLock()  # of places and of what is under way
 
     @property
     def place_bytes(self) -> int:
         """Bytes of the host for places."""
-        return sum(place.nbytes for place in self._places) + self._area.memory.nbytes
+        return sum(place.nbytes for place in (*self._places, self._area.memory, *self.waiting.places))
 
     @property
     def storages(self) -> list[Tensor]:
         """Memory that is the disk's: places and the mapped file."""
-        return [*self._places, self._area.memory, *self.housed.values(), *(drive.bytes for drive in self.drives)]
+        places = [*self._places, self._area.memory, *self.waiting.places]
+        return [*places, *self.housed.values(), *(drive.bytes for drive in self.drives)]
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -127,7 +138,7 @@ class Disk:
         if chunk.trainable:
             make_state(self.optimizer, [member.master for member in chunk.members])
         live = {m: self.optimizer.state.get(m.master, {}) for m in chunk.members} if chunk.trainable else {}
-        slots = self.slots[chunk] = Slots(chunk, live)
+        slots = self.slots[chunk] = Slots(chunk, live, self.averages)
         slots.file, slots.base = drive.file.path.name, drive.take(2 * slots.num_bytes)
         self.touched.add(chunk)
         if away:
@@ -150,6 +161,13 @@ class Disk:
         slots.fill(memory)
         slots.point(memory)
         self.housed[chunk] = memory
+
+    def let_wait(self, chunks: Iterable[Chunk]) -> None:
+        """Let the gradients of these chunks wait for their updates on the drives of their slots, and no others.
+
+        Raises UserError where there is no room for them.
+        """
+        self.waiting.follow({chunk: self._drive[self.slots[chunk].file] for chunk in chunks})
 
     def _leave(self, chunk: Chunk) -> None:
         """From now on the chunk lives on the disk, where its values are."""
@@ -220,11 +238,13 @@ class Disk:
         """Begin to read what fills a chunk's buffer; None where there is no room for it."""
         slots = self.slots[chunk]
         self._until_written(slots)
-        begin, end = slots.fetched
+        averages = slots.averages if self.shows_averages else None
+        region = averages or slots.fetched
+        begin, end = region
         piece, sums = self._area.take(end - begin), slots.checksums[slots.latest]
         if piece is None:
             return None
-        of_region = sums[slots.regions.index(slots.fetched)]
+        of_region = sums[slots.regions.index(region)]
         return _Read(piece, [self._file(slots).read(slots.offset(slots.latest) + begin, piece, of_region, urgency)])
 
     def _write(self, slots: Slots, slot: int, memory: Tensor, urgency: int = SOON) -> list[Transfer]:
@@ -253,10 +273,21 @@ class Disk:
         for write in self._begun():
             self._land(write)
 
+    @contextmanager
+    def showing_averages(self) -> Iterator[None]:
+        """Within, between two steps, what is fetched from the disk are averages."""
+        self.forget_ahead()
+        self.shows_averages = True
+        try:
+            yield
+        finally:
+            self.forget_ahead()
+            self.shows_averages = False
+
     def forget_ahead(self) -> None:
         """What was read ahead is of no use any more: it becomes old."""
         while self._ahead:
-            self._area.give(_waited(self._ahead.popitem()[1]))
+            self._area.give(_settled(self._ahead.popitem()[1]))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -277,14 +308,16 @@ class Disk:
         self.reopen(chunk)
         read = self._ahead.pop(chunk, None) or self._read_values(chunk, NOW)
         while read is None:  # what was read ahead is not needed now
-            self._area.give(_waited(self._ahead.pop(max(self._ahead, key=self._place_in_order))))
+            self._area.give(_settled(self._ahead.pop(max(self._ahead, key=self._place_in_order))))
             read = self._read_values(chunk, NOW)
         if not self.updates:
             self._go_on_behind(chunk)
         self._read_ahead()
         self._in_use(chunk, read, self._area.give)
+        slots = self.slots[chunk]
+        shows_averages = self.shows_averages and slots.averages is not None
         try:
-            yield self.slots[chunk].fetched_values(read.place)
+            yield (slots.fetched_averages if shows_averages else slots.fetched_values)(read.place)
         finally:
             self._area.give(read.place)
         self._read_ahead()
@@ -325,16 +358,23 @@ class Disk:
                 self.housed.pop(chunk, None)
             elif not is_to_be and chunk not in self.housed:
                 self.house(chunk)
+        self.let_wait(chunks[index] for index in sorted(planned.plan.waiting))
         first = next((k for k, moment in enumerate(planned.trace.moments) if moment.kind == "update"), None)
         fetched = [move.chunk for moves in planned.plan.moves[:first] for move in moves if move.kind in FETCHES]
         self.order = [chunks[index] for index in fetched if chunks[index] in self.away]
 
     @contextmanager
-    def at_hand(self, chunk: Chunk, following: Chunk | None) -> Iterator[None]:
-        """Within, masters and state of a chunk are in memory; what becomes of them is written afterwards.
+    def at_hand(self, chunk: Chunk, following: Chunk | None, awaited: Chunk | None = None) -> Iterator[None]:
+        """Within, masters, state and gradient of a chunk are in memory; what becomes of them is written afterwards.
 
         following  the chunk on the disk that comes next, which is read meanwhile
+        awaited    the same of waiting gradients
         """
+        with self.waiting.at_hand(chunk, awaited), self._slots_at_hand(chunk, following):
+            yield
+
+    @contextmanager
+    def _slots_at_hand(self, chunk: Chunk, following: Chunk | None) -> Iterator[None]:
         if chunk not in self.away:
             yield
             if chunk in self.housed:
@@ -546,6 +586,9 @@ class Disk:
         Within `loading`.  Raises UserError for one of other names, shapes or formats, and for bytes that are not those
         that were written.
         """
+        for chunk, slots in self.slots.items():
+            if chunk not in self.away and chunk not in self.housed:
+                slots.take_state()
         tensors = {(p.name, p.key): tensor for slots in self.slots.values() for tensor, p in slots.tensors()}
         generation.require(self.folders.paths[0], tensors)
         files = {name: DirectFile(self.folders.path_of(name, generation)) for name in generation.files}
@@ -586,7 +629,8 @@ class Disk:
             committed.result()
 
 
-def _waited(read: _Read) -> Tensor:
+def _settled(read: _Read) -> Tensor:
+    """The memory of a read that nobody asks for any more, however it went."""
     for transfer in read.transfers:
-        transfer.wait()
+        transfer.settle()
     return read.place

@@ -15,20 +15,29 @@ import torch
 from core.config import UserError, in_words
 from core.gemini.generation import Folder, Generation
 from core.gemini.trace import ChunkInfo
+from core.pinned import whole_blocks
 
 
-def deal(chunks: Sequence[ChunkInfo], on_disk: frozenset[int], speeds: Sequence[tuple[float, float]]) -> list[int]:
+def deal(
+    chunks: Sequence[ChunkInfo],
+    on_disk: frozenset[int],
+    speeds: Sequence[tuple[float, float]],
+    waiting: frozenset[int] = frozenset(),
+) -> list[int]:
     """The drive of each chunk: the one that is then done first, the longest chunks before the others.
 
     on_disk  chunks that live there: they are read, too
     speeds   bytes a second that each drive reads and writes
+    waiting  chunks whose gradients are written and read
     """
     busy_s, found = [0.0] * len(speeds), [0] * len(chunks)
 
     def seconds(chunk: ChunkInfo, drive: int) -> float:
         read, write = speeds[drive]
         fetched = chunk.read_bytes + 2 * chunk.own_bytes if chunk.index in on_disk else 0
-        return fetched / read + (chunk.slot_bytes / write if chunk.trainable else 0.0)
+        written = chunk.slot_bytes if chunk.trainable else 0
+        waits = chunk.wait_bytes if chunk.index in waiting else 0
+        return (fetched + waits) / read + (written + waits) / write
 
     for chunk in sorted(chunks, key=lambda chunk: -seconds(chunk, 0)):
         drive = min(range(len(speeds)), key=lambda k: busy_s[k] + seconds(chunk, k))
@@ -40,12 +49,13 @@ def deal(chunks: Sequence[ChunkInfo], on_disk: frozenset[int], speeds: Sequence[
 class Drive:
     """A folder and the file in it.
 
-    end    of the slots that have been dealt to it
-    bytes  [num_bytes] of the file as mapped memory
+    end        of the slots that have been dealt to it
+    num_bytes  of the file
+    bytes      [slots] of the file as mapped memory
     """
 
     def __init__(self, folder: Folder):
-        self.folder, self.file, self.end = folder, folder.new_file(), 0
+        self.folder, self.file, self.end, self.num_bytes = folder, folder.new_file(), 0, 0
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._pages: mmap.mmap | None = None
 
@@ -53,17 +63,26 @@ class Drive:
         """Take all of the drive that slots will take.  Raises UserError where there is not so much."""
         if num_bytes == 0:
             return
-        folder = self.folder.path.parent
+        self._grow(num_bytes, "two slots of every chunk take")
+        self._pages = self.file.map(0, num_bytes)
+        self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    def more(self, num_bytes: int) -> int:
+        """Where there are so many bytes more, which no record tells of.  Raises UserError where there are not."""
+        return self._grow(num_bytes, "a gradient that waits takes")
+
+    def _grow(self, num_bytes: int, what: str) -> int:
+        begin, folder = whole_blocks(self.num_bytes), self.folder.path.parent
         try:
-            self.file.grow(0, num_bytes)
+            self.file.grow(begin, num_bytes)
         except OSError as error:
             free = shutil.disk_usage(folder).free
             raise UserError(
-                f"gemini.disk={folder}: {error.strerror}; two slots of every chunk take {in_words(num_bytes)}, and "
-                f"{in_words(free)} are free; give another folder"
+                f"gemini.disk={folder}: {error.strerror}; {what} {in_words(num_bytes)}, and {in_words(free)} are free; "
+                "give another folder"
             ) from None
-        self._pages = self.file.map(0, num_bytes)
-        self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
+        self.num_bytes = begin + num_bytes
+        return begin
 
     def take(self, num_bytes: int) -> int:
         """Where the next slots begin."""

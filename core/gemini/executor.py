@@ -90,10 +90,11 @@ class Executor:
                 self.streams.wait(chunk.ready)
                 chunk.ready = None
 
-    def reduce(self, chunk: Chunk) -> None:
-        """Send a chunk's gradients to the shard, and let it leave."""
+    def reduce(self, chunk: Chunk, keeps: bool = False) -> None:
+        """Send a chunk's gradients to the shard, and let it leave.  keeps: they stood beside it, and it stays"""
         self.transport.reduce(chunk)
-        self._leave(chunk)
+        if not keeps:
+            self._leave(chunk)
 
     def restore(self, chunk: Chunk) -> None:
         """Parameters are read again whose gradients stand in the buffer: those go to the shard, values come back."""

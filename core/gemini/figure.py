@@ -22,6 +22,7 @@ _COLOURS = {
     "places for the disk": "#8d96a3",
     "chunks that live there": "#00798c",
     "durable copies of others": "#66a182",
+    "gradients that wait": "#edae49",
 }
 _KINDS = {"forward": "#ffffff", "backward": "#eeeeee", "reduce": "#eeeeee", "update": "#dfe7ef"}
 
@@ -45,9 +46,9 @@ def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.
             gradients[reduces[0] : update + 1] += chunk.param_bytes
     shards = sum(chunk.shard_bytes for chunk in away)
     passing = sum(chunk.param_bytes for chunk in away if chunk.trainable and chunk.away_bytes is None)
-    waiting = sum(chunk.grad_bytes for chunk in outside if chunk.index in plan.on_disk)
-    gradients += waiting
-    of_host = plan.host_bytes - waiting - sum(chunk.host_bytes for chunk in away)
+    of_disk = sum(chunk.grad_bytes for chunk in outside if chunk.index in plan.on_disk - plan.waiting)
+    gradients += of_disk
+    of_host = plan.host_bytes - of_disk - sum(chunk.host_bytes for chunk in away)
     tiers = {
         "device": {
             "resident chunks": np.full(num_moments, resident),
@@ -63,10 +64,13 @@ def planned_memory(trace: Trace, plan: ResidencyPlan) -> dict[str, dict[str, np.
     if plan.disk_bytes:
         tiers["host"]["places for the disk"] = np.full(num_moments, of_host)
         there = 2 * sum(chunks[c].slot_bytes for c in plan.on_disk)
+        waiting = sum(chunks[c].wait_bytes for c in plan.waiting)
         tiers["disk"] = {
             "chunks that live there": np.full(num_moments, there),
-            "durable copies of others": np.full(num_moments, plan.disk_bytes - there),
+            "durable copies of others": np.full(num_moments, plan.disk_bytes - there - waiting),
         }
+        if waiting:
+            tiers["disk"]["gradients that wait"] = np.full(num_moments, waiting)
     return tiers
 
 

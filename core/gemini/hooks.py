@@ -7,7 +7,8 @@ compiled, or is one of torch's own modules, everything below it.
     after its forward           they are out of use; a hook on every tensor of the output waits for its gradient
     at the first of those       fetched and in use again, for the backward
     at each parameter's grad    it takes the parameter's place; the last one of a chunk has the chunk reduced. Where the
-                                chunk lives here alone, it becomes the master's
+                                chunk lives here alone, it becomes the master's; where the next backward needs the
+                                parameter again (`kept`), it goes beside the chunk, and the parameter stays
     when its backward is over   autograd runs nodes in the reverse of the order in which the forward made them. So it is
                                 over when the gradient of one of its inputs goes on to whoever made that, or when the
                                 backward of a unit begins that the forward had left before it came to this one
@@ -61,12 +62,14 @@ class ModuleHooks:
 
     rests  everything is merged: nothing comes or goes, and unless it is measured, no moment needs to be known
     final  is told, in a step's last backward, of each chunk that has all of its gradients
+    kept   chunks that get gradients from other backwards after this one
     """
 
     def __init__(self, units: Sequence[Unit], chunks: Sequence[Chunk], executor: Executor):
         self.units, self.chunks, self.executor = units, chunks, executor
         self.rests = False
         self.final: Callable[[Chunk], None] | None = None
+        self.kept: frozenset[Chunk] = frozenset()
         self._clock = 0
         self._forwards: list[Call] = []
         self._backwards: list[Call] = []
@@ -122,7 +125,7 @@ class ModuleHooks:
         for chunk in self.chunks:
             may = names is None or not names.isdisjoint(member.name for member in chunk.members)
             sends = chunk.sharers.sends and may and chunk.trainable and chunk not in self._reduced
-            if chunk.holds_gradients or sends:
+            if chunk.holds_gradients or chunk.set_aside or sends:
                 self._reduce(chunk)
         self._reduced.clear()
 
@@ -227,6 +230,9 @@ class ModuleHooks:
         if chunk.alone:
             chunk.keep_grad(member, grad)
             return
+        if chunk in self.kept:
+            self._put_aside(member, grad)
+            return
         if member.state is READY_TO_REDUCE:  # a second gradient in one backward: reentrant checkpoints that share it
             self.executor.restore(chunk)
         self.executor.require([chunk])
@@ -237,9 +243,18 @@ class ModuleHooks:
             if self.final is not None:
                 self.final(chunk)
 
+    def _put_aside(self, member: Member, grad: Tensor) -> None:
+        chunk = member.chunk
+        if member in chunk.set_aside:  # a second gradient in one backward: reentrant checkpoints that share it
+            self._reduce(chunk)
+        chunk.put_aside(member, grad)
+        if len(chunk.set_aside) == len(chunk.members):
+            self._reduce(chunk)
+
     def _reduce(self, chunk: Chunk) -> None:
-        self.executor.at("reduce", chunk.name, [chunk])
-        self.executor.reduce(chunk)
+        keeps = chunk in self.kept
+        self.executor.at("reduce", chunk.name, [] if keeps else [chunk])
+        self.executor.reduce(chunk, keeps)
         self._reduced.add(chunk)
 
     # --- use ----------------------------------------------------------------------------------------------------------

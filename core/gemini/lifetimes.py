@@ -94,7 +94,7 @@ class Lifetimes:
                     self.gaps.append(_gap(chunks[chunk], before, place, dirty=holds == "gradients"))
                 elif holds == "reduced":
                     self.fresh.append((place, chunk))
-                if moment.kind == "reduce" and chunk == moment.chunks[0]:
+                if moment.kind == "reduce" and chunk == moment.chunks[0] and not moment.keeps:
                     holds = "reduced"
                 elif chunk in moment.writes or holds == "gradients":
                     holds = "gradients"

@@ -14,7 +14,8 @@ def on_chunks(step: StepTrace, chunks: Sequence[ChunkInfo], parameters: Sequence
     chunk has all its gradients, or its backward has ended without them: this reduce is named as the first and last
     parameter of the chunk. Chunks are updated in order of first use.
     """
-    return replace(_OnChunks(chunks, parameters).trace(step.microbatches), updates_as_final=step.updates_as_final)
+    trace = _OnChunks(chunks, parameters).trace(step.microbatches, step.by_blocks)
+    return replace(trace, updates_as_final=step.updates_as_final)
 
 
 def corrected(trace: Trace, measured: Sequence[tuple[int, float]]) -> Trace:
@@ -47,16 +48,22 @@ class _OnChunks:
         self.names = parameters
         self.moments: list[Moment] = []
 
-    def trace(self, microbatches: Sequence[Sequence[Stretch]]) -> Trace:
+    def trace(self, microbatches: Sequence[Sequence[Stretch]], by_blocks: bool) -> Trace:
+        """by_blocks: a backward is that of a part of the model, and reduces what it has gradients for"""
         learns = any(stretch.writes for stretches in microbatches for stretch in stretches)
         for stretches in map(_from_first_beginning, microbatches):
             waiting = {c.index: set(self.names[c.index]) for c in self.chunks if c.trainable and learns}
+            if by_blocks:
+                written = {self.chunk_of[name] for stretch in stretches for name in stretch.writes}
+                waiting = {chunk: names for chunk, names in waiting.items() if chunk in written}
             for stretch in stretches:
                 self._add(stretch)
                 for name in stretch.writes:
                     self._write(name, waiting, stretch.other_bytes)
             for chunk in waiting:  # some of its parameters got no gradient: it reduces with zeros for those
                 self._reduce(chunk, stretches[-1].other_bytes)
+        if by_blocks:
+            self.moments = _keeping(self.moments, self.chunks)
         return Trace((*self.moments, *(self._updates() if learns else ())), self.chunks)
 
     def _add(self, stretch: Stretch) -> None:
@@ -94,3 +101,25 @@ class _OnChunks:
 
     def _name(self, chunk: int) -> str:
         return " … ".join(dict.fromkeys((self.names[chunk][0], self.names[chunk][-1])))
+
+
+def _keeping(moments: Sequence[Moment], chunks: Sequence[ChunkInfo]) -> list[Moment]:
+    """The same, with gradients of chunks that are reduced again later beside their parameters, which stay."""
+    found = list(moments)
+    begun: dict[int, int] = {}  # chunk -> moment with its first gradient since the last reduce
+    last = {moment.chunks[0]: k for k, moment in enumerate(moments) if moment.kind == "reduce"}
+    for k, moment in enumerate(moments):
+        for chunk in moment.writes:
+            begun.setdefault(chunk, k)
+        if moment.kind != "reduce":
+            continue
+        chunk = moment.chunks[0]
+        first = begun.pop(chunk, k)
+        if k == last[chunk]:
+            continue
+        for place in range(first, k + 1):
+            one = found[place]
+            writes = tuple(written for written in one.writes if written != chunk)
+            found[place] = replace(one, writes=writes, other_bytes=one.other_bytes + chunks[chunk].param_bytes)
+        found[k] = replace(found[k], keeps=True)
+    return found

@@ -8,7 +8,7 @@
 All ranks follow the plan of rank 0: what they fetch and reduce, they must fetch and reduce alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,8 @@ from core.gemini.chunk import Member
 from core.gemini.moments import corrected
 from core.gemini.residency import Policy, plan_residency, smallest_budget, too_small
 from core.gemini.search import PIECE_OF_BUDGET, PIECES, Chunking, MessageBytes, ParameterInfo, choose_chunk_size
+from core.mesh import AnyMesh, axis_size
+from core.placement.table import Table
 from core.trace.machine import LEAST_PROBE_BYTES, MOST_PROBE_BYTES, Bandwidth
 from core.trace.tracer import StepTrace
 
@@ -116,24 +118,38 @@ STATE_PADDING_BYTES = 256
 """Of a slot on the disk, that tensors of one parameter's state leave between them."""
 
 
-def infos(members: Sequence[Member], wide: torch.dtype, state: dict[str, int]) -> list[ParameterInfo]:
+def partial_names(table: Table, mesh: AnyMesh) -> frozenset[str]:
+    """The parameters whose gradients are added up over model-parallel ranks when a step's backward is over."""
+    return frozenset(name for name, row in table.items() if any(axis_size(mesh, axis) > 1 for axis in row.partial))
+
+
+def infos(
+    members: Sequence[Member],
+    wide: torch.dtype,
+    state: dict[str, int],
+    partial: Collection[str] = (),
+    averaged: bool = False,
+) -> list[ParameterInfo]:
     """The search's input: parameters that have no chunk yet.
 
-    state  name -> bytes of the optimizer's state of this rank's rows
+    state     name -> bytes of the optimizer's state of this rank's rows
+    partial   names of those whose gradients are looked at once more before the update
+    averaged  an average of each master lies with that state
     """
     found = []
     for member in members:
         reduced = member.own_elements * wide.itemsize if member.trainable else 0
         own, narrow = member.own_elements * member.dtype.itemsize, member.dtype != wide
+        beside = state.get(member.name, 0) + (reduced if averaged else 0)
         # Gradients of this rank alone: masters in the buffer's format are the buffer, where the chunk is resident.
         merges = not member.sharers.sends and not narrow
-        slot = own if not member.trainable else reduced + state.get(member.name, 0) + (own if narrow else 0)
+        slot = own if not member.trainable else reduced + beside + (own if narrow else 0)
         found.append(
             ParameterInfo(
                 member.name,
                 member.buffer_elements * member.dtype.itemsize,
                 0 if merges else reduced,
-                state.get(member.name, 0) + reduced,  # the reduced gradient lies beside the master
+                beside + reduced,  # the reduced gradient lies beside the master
                 member.trainable,
                 str(member.dtype),
                 slot + reduced,
@@ -142,6 +158,7 @@ def infos(members: Sequence[Member], wide: torch.dtype, state: dict[str, int]) -
                 slot + STATE_PADDING_BYTES * member.trainable,
                 own,
                 slot - (own if narrow else 0) if member.trainable else 0,
+                member.trainable and member.name not in partial,
             )
         )
     return found

@@ -1,6 +1,7 @@
 """Gemini as the training loop sees it: one more way to spread a model over the data axes.
 
-    parallel.run(microbatches, loss)   chunks come and go; their gradients are reduced as they are complete
+    parallel.run(microbatches, loss)   chunks come and go, and gradients are reduced as they are complete; microbatches
+                                       run one after the other, or by blocks (`core.gemini.order`)
     parallel.reduce()                  every master has its gradient, on the side where it lives
     parallel.update(optimizer)         chunk by chunk, each side what lives there; new values go ahead as planned
     parallel.publish()                 the next fetch brings the new values
@@ -34,9 +35,10 @@ from core.gemini.durable import DurableSteps
 from core.gemini.executor import Executor
 from core.gemini.gauge import Gauge
 from core.gemini.hooks import ModuleHooks, Unit, units_of
-from core.gemini.planning import corrected_plan, fullest, infos, plan, probe_bytes
+from core.gemini.order import Orders
+from core.gemini.planning import corrected_plan, fullest, infos, partial_names, plan, probe_bytes
 from core.gemini.report import announce, draw
-from core.gemini.residency import host_bytes_of, to_disk
+from core.gemini.residency import host_bytes_of, to_disk, to_wait
 from core.gemini.schedule import Schedule
 from core.gemini.search import Chunking, ParameterInfo, chunk_infos, packed, piece_of_budget
 from core.gemini.state_bytes import state_bytes
@@ -45,15 +47,17 @@ from core.gemini.streams import Streams
 from core.gemini.tier import DeviceTier, HostTier, parse_bytes
 from core.gemini.trace import ChunkInfo
 from core.gemini.transport import Transport
+from core.gemini.vertical import Planner, VerticalOrder, both_orders, is_in_question
 from core.layout import layout_of, local, tag
-from core.mesh import Zero, axis_size, device_of, shard_axis, stage_axis
+from core.mesh import Zero, device_of, shard_axis, stage_axis
 from core.optim.hessian_free import HessianFree
 from core.optim.kfac import KFAC
 from core.optim.sharded import ShardedOptimizer, step_over, steps_apart
 from core.parallel.data import DataParallel, begin, cast_parameter, on_mesh, with_local
-from core.parallel.parallel_model import Sample
+from core.parallel.parallel_model import FollowsMasters, Sample
 from core.parallel.pipeline.foreseen import Unforeseen
 from core.parallel.rows import own_rows
+from core.placement.stages import PipelinePlan
 from core.placement.table import Table, parameter_names, placement, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
 from core.runtime import device_bytes, give_back_freed_memory
@@ -69,7 +73,14 @@ SHARE_OF_FREE = 0.8
 
 
 class GeminiReplicas(DataParallel):
-    """config: the budget of one rank's device, for model data and all that a step has beside it."""
+    """config: the budget of one rank's device, for model data and all that a step has beside it.
+
+    blocks    of the model, where it is known that they follow one another
+    vertical  runs steps by blocks, where that was chosen
+    """
+
+    blocks: PipelinePlan | None = None
+    vertical: VerticalOrder | None = None
 
     def __init__(
         self,
@@ -90,6 +101,7 @@ class GeminiReplicas(DataParallel):
         self.host = HostTier(config.host_bytes)
         self.disk: Disk | None = None
         self.planned: Chunking | None = None
+        self.orders: Orders | None = None
         self._is_measured = False  # in this step
         self._warming: Gauge | None = None
         self._undrawn = DRAWN_STEPS if config.figure is not None else 0
@@ -98,6 +110,7 @@ class GeminiReplicas(DataParallel):
         self._final: list[Chunk] = []  # in this step's last backward, and their update has not begun
         self.executor: Executor | None = None
         self.stepping: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds steps of single chunks
+        self.average: FollowsMasters | None = None  # that lies with the masters on a disk
         self.folders = None if config.disk is None else self._open_folders(config.folders)
         try:
             self._spread(materialise)
@@ -216,14 +229,16 @@ class GeminiReplicas(DataParallel):
             self._open_disk(self.folders, optimizer)
         speeds = [] if self.folders is None else drive_speeds(self.folders.paths)
         units = units_of(self.model)
-        traced = None if sample is None else self._traced(sample, units)
+        losses = [] if sample is None else sample()
+        traced = self._traced(losses[0], units) if losses else None
         of = {member.name: member for member in self._adopt()}
         self.streams = Streams(self.device)
         beside = optimizer.beside_bytes if isinstance(optimizer, ShardedOptimizer) else 0
         transport = Transport(self.mesh, self.zero != 0, self.tier, self.streams, beside)
         state = state_bytes(optimizer, self.masters)
         members = [of[name] for name in (of if traced is None else traced.order)]
-        parameters = infos(members, self.reduce_dtype, state)
+        partial = partial_names(self.table, self.mesh)
+        parameters = infos(members, self.reduce_dtype, state, partial, self.average is not None)
 
         def messages(names: Sequence[Sequence[str]]) -> int:
             return transport.message_bytes([[of[name] for name in chunk] for chunk in names], self.reduce_dtype)
@@ -231,29 +246,32 @@ class GeminiReplicas(DataParallel):
         if traced is None:
             chunk_bytes = piece_of_budget(parameters, self.tier.budget_bytes)
             names = [[p.name for p in chunk] for chunk in packed(parameters, chunk_bytes)]
+            self._require_order()
             self._require_room(parameters, messages(names))
             chunks = chunk_infos(packed(parameters, chunk_bytes))
-            on_disk = self._without_plan(chunks)
+            on_disk, waiting = self._without_plan(chunks)
         else:
             copied = probe_bytes(sum(p.buffer_bytes for p in parameters), self.tier.budget_bytes)
             self._bandwidth = with_drives(bandwidth_of(self.device, self.ranks, copied), speeds)
-            traced = replace(traced, updates_as_final=self.updates_as_final and self._can_update_early)
-            if any(member.sharers.cut for member in members):
-                traced = fullest(traced, stage_axis(self.mesh))
-            self.planned = plan(
-                traced,
-                parameters,
-                self.tier.budget_bytes,
-                messages,
-                self._bandwidth,
-                self.config.policy,
-                stage_axis(self.mesh),
-                self.host.budget_bytes,
-            )
-            names, on_disk, chunks = self.planned.parameters, self.planned.plan.on_disk, self.planned.trace.chunks
+
+            def planned(step: StepTrace) -> tuple[StepTrace, Chunking]:
+                step = replace(step, updates_as_final=self.updates_as_final and self._can_update_early)
+                axis, of_host = stage_axis(self.mesh), self.host.budget_bytes
+                if any(member.sharers.cut for member in members):
+                    step = fullest(step, axis)
+                given = parameters, self.tier.budget_bytes, messages, self._bandwidth, self.config.policy, axis, of_host
+                return step, plan(step, *given)
+
+            traced, self.planned = planned(traced)
+            self.planned = self._in_order(traced, self.planned, losses, units, lambda step: planned(step)[1])
+            names, chunks = self.planned.parameters, self.planned.trace.chunks
+            on_disk, waiting = self.planned.plan.on_disk, self.planned.plan.waiting
+            if self.warms_up and self.disk is not None:  # nothing lives on the device yet, and the host is no larger
+                on_disk |= to_disk(chunks, frozenset(), self.host.budget_bytes)
+                waiting |= to_wait(chunks, frozenset(), on_disk, self.host.budget_bytes)
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
-        dealt = [] if self.disk is None else deal(chunks, on_disk, speeds)
+        dealt = [] if self.disk is None else deal(chunks, on_disk, speeds, waiting)
         for index, drive in enumerate([] if self.disk is None else self.disk.drives):
             drive.reserve(2 * sum(chunk.slot_bytes for chunk in chunks if dealt[chunk.index] == index))
         for index, chunk in enumerate(names):
@@ -262,6 +280,8 @@ class GeminiReplicas(DataParallel):
                 self.disk.add(self.chunks[-1], index in on_disk, self.disk.drives[dealt[index]])
         if self.disk is not None:
             self.disk.settle()
+            self.disk.waiting.land, self.disk.waiting.under_way = transport.land, int(self.streams.on_cuda)
+            self.disk.let_wait(self.chunks[index] for index in sorted(waiting))
             for chunk in self.chunks if self.planned is None else ():
                 if chunk.away is None:
                     self.disk.house(chunk)
@@ -272,8 +292,10 @@ class GeminiReplicas(DataParallel):
             self.chunks,
             self.executor,
         )
+        if self.vertical is not None:
+            self.vertical.hooks = self.hooks
         if self.planned is not None:
-            announce(self.planned.plan, self.mesh)
+            announce(self.planned.plan, self.mesh, self.orders)
             if self.warms_up:
                 self._warm_up(self.planned)
             else:
@@ -284,17 +306,50 @@ class GeminiReplicas(DataParallel):
         """Over which a chunk is sharded, where experts do not lie elsewhere."""
         return shard_axis(self.mesh).size() if self.zero else 1
 
-    def _traced(self, sample: Sample, units: dict[str, list[str]]) -> StepTrace | None:
+    def _require_order(self) -> None:
+        """Raises UserError where an order is asked for, and no step was foreseen to plan it by."""
+        if self.config.order == "vertical":
+            raise UserError(
+                "gemini.order=vertical: it is run as planned, and no step of this model was foreseen; leave it out"
+            )
+
+    def _in_order(
+        self,
+        traced: StepTrace,
+        planned: Chunking,
+        losses: Sequence[Callable[[nn.Module], Any]],
+        units: dict[str, list[str]],
+        plan: Callable[[StepTrace], Chunking],
+    ) -> Chunking:
+        """The plan of the order in which a step's microbatches run: by blocks where that is shorter, or asked for.
+
+        traced, planned  of one microbatch
+
+        Raises UserError where it is asked for and does not go with the model, or not into the budget.
+        """
+        if not is_in_question(self.config.order, losses, planned, self.blocks):
+            return planned
+        blocks, speeds = self.blocks, [self._bandwidth]
+        assert blocks is not None
+        dist.broadcast_object_list(speeds)  # ranks measure unlike ones, and run in one order
+        self.orders, found, self.vertical = both_orders(
+            self.config.order,
+            traced,
+            planned,
+            losses,
+            lambda: VerticalOrder(self.model, blocks, self.mesh, self),
+            Planner(lambda step: self._trace(step, units), plan, speeds[0]),
+        )
+        return found
+
+    def _traced(self, step: Callable[[nn.Module], Any], units: dict[str, list[str]]) -> StepTrace | None:
         """A step of the model; `units` learn what they read of modules that they do not call.
 
         None of a model without memory that looks at values: it goes without a plan. What goes wrong on one rank does on
         all.
         """
         try:
-            speed = speed_of(self.device, self.compute_dtype)
-            # Drawn parameters would be whole, and there is a budget because a device does not hold them whole.
-            draws = self.device.type == "cpu"
-            traced = trace_step(self.model, sample()[0], speed, self.device, units=units, draws=draws, agree=_agreed)
+            traced = self._trace(step, units)
         except UserError as why:
             if not any(parameter.is_meta for parameter in self.model.parameters()):
                 raise
@@ -304,6 +359,12 @@ class GeminiReplicas(DataParallel):
         for module, parameters in traced.reads.items():
             units[module] = list(dict.fromkeys([*units.get(module, ()), *parameters]))
         return traced
+
+    def _trace(self, step: Callable[[nn.Module], Any], units: dict[str, list[str]]) -> StepTrace:
+        speed = speed_of(self.device, self.compute_dtype)
+        # Drawn parameters would be whole, and there is a budget because a device does not hold them whole.
+        draws = self.device.type == "cpu"
+        return trace_step(self.model, step, speed, self.device, units=units, draws=draws, agree=_agreed)
 
     @property
     def warms_up(self) -> bool:
@@ -345,6 +406,9 @@ class GeminiReplicas(DataParallel):
             chunk.settle()
             for member in chunk.members:
                 bring_state(self._optimizer, member.master)
+                if self.average is not None and member.trainable:
+                    average = self.average.tensors[member.name]
+                    average.data = average.detach().to(member.master.device, copy=True)
             self.executor.load(chunk)
         self.hooks.settled()
         if self.hooks.rests:  # from here on nobody tells the account of the moments of a step
@@ -373,7 +437,9 @@ class GeminiReplicas(DataParallel):
                 f"gemini.disk={self.config.disk} with {type(optimizer).__name__}: what follows or looks at whole steps "
                 "needs all masters at once; use another --optim.name"
             )
-        self.disk = Disk(folders, self.device.type == "cuda", optimizer, self.config.durable_every)
+        self.disk = Disk(folders, self.device, optimizer, self.config.durable_every)
+        if self.average is not None:
+            self.disk.averages = self.average.tensors
         at_once = self.mesh.size() > 1 and self._can_update_early and stage_axis(self.mesh) is None
         self.durable = DurableSteps(self.disk, folders.given[0], self.config.durable_every, at_once)
         if self.host.budget_bytes is None:
@@ -382,12 +448,17 @@ class GeminiReplicas(DataParallel):
                 free -= self.tier.budget_bytes
             self.host.budget_bytes = max(0, int(SHARE_OF_FREE * free))
 
-    def _without_plan(self, chunks: Sequence[ChunkInfo]) -> frozenset[int]:
-        """The chunks that live on the disk where no step was traced.  Raises UserError where the host is too small."""
+    def _without_plan(self, chunks: Sequence[ChunkInfo]) -> tuple[frozenset[int], frozenset[int]]:
+        """The chunks that live on the disk where no step was traced, and those whose gradients wait there.
+
+        Raises UserError where the host is too small.
+        """
         has_disk = self.disk is not None
-        on_disk = to_disk(chunks, frozenset(), self.host.budget_bytes if has_disk else None)
-        self.host.require(host_bytes_of(chunks, frozenset(), on_disk, has_disk))
-        return on_disk
+        budget_bytes = self.host.budget_bytes if has_disk else None
+        on_disk = to_disk(chunks, frozenset(), budget_bytes)
+        waiting = to_wait(chunks, frozenset(), on_disk, budget_bytes)
+        self.host.require(host_bytes_of(chunks, frozenset(), on_disk, has_disk, waiting))
+        return on_disk, waiting
 
     def close(self) -> None:
         """Give the disk's folder back."""
@@ -410,6 +481,16 @@ class GeminiReplicas(DataParallel):
             )
 
     # --- steps --------------------------------------------------------------------------------------------------------
+
+    def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
+        if self.vertical is None or not 1 < len(microbatches) <= self.vertical.most:
+            return super().run(microbatches, loss, scale)
+        try:
+            return self.vertical.run(microbatches, loss, scale)
+        except BaseException:
+            self.give_up_updates()
+            self.hooks.give_up()
+            raise
 
     @contextmanager
     def microbatch(self, last: bool, names: frozenset[str] | None = None) -> Iterator[None]:
@@ -464,15 +545,17 @@ class GeminiReplicas(DataParallel):
             found += self.disk.storages
         for chunk in self.chunks:
             found += [chunk.buffer, *(t for t in (chunk.masters, chunk.values) if t is not None)]
-            if chunk.trainable and not chunk.alone:
+            if chunk.trainable and not chunk.alone and chunk.waits is None:
                 found.append(chunk.make_grad())
+        found += [] if self.average is None else self.average.tensors.values()
         return found + [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
 
     def _host_bytes(self) -> int:
         """Bytes on the host of shards that live there, and of the optimizer's state of them."""
         housed = {} if self.disk is None else self.disk.housed
         away = [c for c in self.chunks if not c.resident and c.away is None and c not in housed]
-        kept = [c.grad for c in self.chunks if (c.away is not None or c in housed) and c.grad is not None]
+        beside = [c for c in self.chunks if (c.away is not None or c in housed) and c.waits is None]
+        kept = [c.grad for c in beside if c.grad is not None]
         places = 0 if self.disk is None else self.disk.place_bytes + sum(memory.nbytes for memory in housed.values())
         state = [t for chunk in away for m in chunk.members for t in self._optimizer.state.get(m.master, {}).values()]
         own = {id(t): t for chunk in away for t in (chunk.masters, chunk.values, chunk.grad) if t is not None}
@@ -485,10 +568,8 @@ class GeminiReplicas(DataParallel):
 
         Messages of another thread would come between those of this one; a rank that is alone sends none.
         """
-        partial_axes = {axis for row in self.table.values() for axis in row.partial}
-        is_partial = any(axis_size(self.mesh, axis) > 1 for axis in partial_axes)
         is_quiet = self.mesh.size() == 1 or steps_apart(self._optimizer)
-        return self.disk is not None and is_quiet and not is_partial
+        return self.disk is not None and is_quiet and not partial_names(self.table, self.mesh)
 
     @contextmanager
     def updating_early(self) -> Iterator[None]:
@@ -508,16 +589,25 @@ class GeminiReplicas(DataParallel):
             final = self._final.pop(0)
             if self.disk.may_begin(final):
                 self.executor.transport.land(final)
+                self.disk.waiting.settle(final)
                 self.disk.begin_update(final, partial(self._update_early, final))
 
     def _update_early(self, chunk: Chunk) -> None:
         """The optimizer's step of a chunk whose masters are at hand, in the thread of updates."""
-        for member in chunk.members:
-            member.master.grad = chunk.own_grad(member)
-        with self.stepping():
-            step_over(self._optimizer, [member.master for member in chunk.members])
+        assert self.disk is not None
+        with self.disk.waiting.at_hand(chunk), self.stepping():
+            for member in chunk.members:
+                member.master.grad = chunk.own_grad(member)
+            self._update_chunk(self._optimizer, chunk)
         with torch.no_grad():
             chunk.refresh()
+
+    def _update_chunk(self, optimizer: torch.optim.Optimizer, chunk: Chunk) -> None:
+        """The optimizer's step of a chunk, if it has gradients; its average follows also without."""
+        if _has_gradients(chunk):
+            step_over(optimizer, [member.master for member in chunk.members])
+        if self.average is not None and chunk.trainable:
+            self.average.take_in(member.name for member in chunk.members)
 
     def give_up_updates(self) -> None:
         """No update of this step takes place, not even one that has begun."""
@@ -531,14 +621,16 @@ class GeminiReplicas(DataParallel):
             self.executor.gauge.pause()
         self.executor.transport.finish()
         self.completion.used |= self.hooks.used
-        for chunk in self.chunks:
-            if not chunk.trainable or chunk.alone:
-                continue
+        learn = [chunk for chunk in self.chunks if chunk.trainable and not chunk.alone]
+        for chunk in learn:
             if not chunk.has_grad:
-                chunk.make_grad().zero_()
-                chunk.has_grad = True
+                self.executor.transport.zero(chunk)
+        if self.disk is not None and self.disk.waiting.of:
+            self.disk.waiting.settle()
+            self.disk.wait()  # updates that have begun take their gradients from there
+        for chunk in learn:
             for member in chunk.members:
-                member.master.grad = chunk.own_grad(member)
+                member.master.grad = chunk.reduced_grad(member)
         together = [m.name for chunk in self.chunks if chunk.sharers.sends for m in chunk.members if m.trainable]
         self.completion.complete(self.masters, together)
 
@@ -559,10 +651,12 @@ class GeminiReplicas(DataParallel):
         disk = self.disk
         if disk is not None:  # of what has no gradients nothing is new, and nothing is read
             self._renewed |= {chunk for chunk in self.chunks if chunk.away is not None}
-            learn = [chunk for chunk in learn if _has_gradients(chunk)]
+            learn = [chunk for chunk in learn if self.average is not None or _has_gradients(chunk)]
             disk.wait()
         early = () if disk is None else disk.early
-        following = dict(pairwise(chunk for chunk in learn if chunk.away is not None and chunk not in early))
+        at_end = [chunk for chunk in learn if chunk not in early]
+        following = dict(pairwise(chunk for chunk in at_end if chunk.away is not None))
+        awaited = dict(pairwise(chunk for chunk in at_end if chunk.waits is not None))
         for chunk in learn:
             if not self.hooks.rests:
                 executor.at("update", chunk.name, [])
@@ -572,10 +666,55 @@ class GeminiReplicas(DataParallel):
                     executor.drop(chunk)
                 self._renewed.add(chunk)
                 continue
-            with nullcontext() if disk is None else disk.at_hand(chunk, following.get(chunk)):
-                step_over(optimizer, [member.master for member in chunk.members])
+            with nullcontext() if disk is None else disk.at_hand(chunk, following.get(chunk), awaited.get(chunk)):
+                self._update_chunk(optimizer, chunk)
                 self._renew(chunk)
             self._renewed.add(chunk)
+
+    def empty_like(self, master: Tensor) -> Tensor:
+        if self.folders is None:
+            return super().empty_like(master)
+        return mapped_temporary(self.folders.paths[0], master.shape, master.dtype)
+
+    def keep_average(self, average: FollowsMasters) -> None:
+        """On a disk it lies with the masters, wherever these are, and moves with their updates."""
+        if self.folders is not None:
+            self.average, average.in_parts = average, True
+
+    @contextmanager
+    def showing(self, average: FollowsMasters) -> Iterator[None]:
+        """What lies on a disk is read from there; what lives in memory changes places with the masters.
+
+        A collective: nothing may be written from memory meanwhile.
+        """
+        disk = self.disk
+        if disk is None or self.average is None:
+            with super().showing(average):
+                yield
+            return
+        disk.confirm()
+        there = [chunk for chunk in self.chunks if chunk.trainable and chunk.away is None]
+
+        def exchange() -> None:
+            average.exchange(member.name for chunk in there for member in chunk.members)
+            self._show(there)
+
+        with disk.showing_averages():
+            exchange()
+            try:
+                yield
+            finally:
+                exchange()
+
+    @torch.no_grad()
+    def _show(self, renewed: Sequence[Chunk]) -> None:
+        """Let the device have nothing old: of `renewed` there are other values in memory, of those on a disk there."""
+        assert self.executor is not None
+        for chunk in self.chunks:
+            if chunk in renewed:
+                self._renew(chunk)
+            elif chunk.away is not None and chunk.is_outdated:
+                self.executor.drop(chunk)
 
     def _updated_in_order(self, planned: Chunking | None) -> list[Chunk]:
         """Chunks that learn: as the trace has their updates, then what it has not seen."""
@@ -600,12 +739,15 @@ class GeminiReplicas(DataParallel):
             self.hooks.used.clear()
         for chunk in self.chunks:
             chunk.has_grad = False
+        if self.disk is not None:
+            self.disk.waiting.forget()
 
     @torch.no_grad()
     def publish(self) -> None:
         if self.executor is None:
             return
-        self.host.note(self._host_bytes())
+        if self._warming is None:  # until then the host has what will live on the device, too
+            self.host.note(self._host_bytes())
         for chunk in self.chunks:
             if chunk not in self._renewed:
                 self._renew(chunk)

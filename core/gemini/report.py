@@ -7,16 +7,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.gemini.figure import draw_memory
 from core.gemini.gauge import Gauge
+from core.gemini.order import Orders
 from core.gemini.residency import ResidencyPlan
 from core.gemini.search import Chunking
 from core.mesh import stage_axis
 
 
-def announce(plan: ResidencyPlan, mesh: DeviceMesh) -> None:
-    """One line from the first rank; of a pipeline one for each of its ranks."""
+def announce(plan: ResidencyPlan, mesh: DeviceMesh, orders: Orders | None = None) -> None:
+    """One line from the first rank, and one of the order of microbatches; of a pipeline one for each of its ranks."""
     if stage_axis(mesh) is None:
         if dist.get_rank() == 0:
             print(f"gemini: {plan.describe()}")
+            if orders is not None:
+                print(f"gemini: {orders.describe()}")
         return
     said = [""] * mesh["pp"].size()
     dist.all_gather_object(said, plan.describe(), group=mesh["pp"].get_group())

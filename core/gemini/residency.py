@@ -17,6 +17,8 @@ refused with the smallest that would do.
 Below the host there may be a disk. What the host's budget does not hold lives there with its masters and optimizer
 state: what does not learn goes first, since it is never written, and of the rest as few bytes as make the others fit.
 Its gradients wait on the host, where also lie `PLACES` places in which what is on the disk is read, updated, written.
+Where even that does not fit, gradients wait on the disk, too, as few bytes as do: last, since all else that goes there
+is written with every durable step anyway, and a gradient is written for nothing but its room.
 
 What is not planned: updates of which the device does a part and the host the rest of one chunk, and
 streaming optimizer state through the device.
@@ -24,13 +26,13 @@ streaming optimizer state through the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from core.config import UserError
 from core.gemini.lifetimes import Lifetimes, keep
-from core.gemini.timeline import Move, Timeline, run
+from core.gemini.timeline import WAITING_PLACES, Move, Timeline, run
 from core.gemini.trace import ChunkInfo, Trace
 from core.trace.machine import Bandwidth
 
@@ -64,8 +66,9 @@ class ResidencyPlan:
     host_bytes         at most: parameters, a gradient, masters and optimizer state of what is not resident; of what is
                        on the disk gradients, and places
     on_disk            chunks whose masters and optimizer state lie on the disk
-    disk_bytes         of the disk: two slots of every chunk; 0 without one
-    disk_read_bytes, disk_written_bytes    in a step, of chunks that live there
+    waiting            chunks whose gradients wait there for their update
+    disk_bytes         of the disk: two slots of every chunk, and gradients that wait; 0 without one
+    disk_read_bytes, disk_written_bytes    in a step, of chunks that live there, and of gradients
     durable_bytes      written in a step that is made durable, of chunks that live in memory
     to_device_bytes, to_host_bytes    over the link in a step
     step_s             predicted; busy_s is how long each of "compute", "to_device", "to_host" and "host_update" works
@@ -88,6 +91,7 @@ class ResidencyPlan:
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     durable_bytes: int = 0
+    waiting: frozenset[int] = frozenset()
 
     @property
     def device_peak_bytes(self) -> int:
@@ -97,6 +101,11 @@ class ResidencyPlan:
     def moved_bytes(self) -> int:
         """Over the link in a step, both ways."""
         return self.to_device_bytes + self.to_host_bytes
+
+    def seconds_of(self, num_microbatches: int) -> float:
+        """Of a step of so many microbatches, each of which takes as long as what works longest beside the updates."""
+        each = max(seconds for what, seconds in self.busy_s.items() if what != "host_update")
+        return self.step_s + (num_microbatches - 1) * each
 
     @property
     def bound(self) -> str:
@@ -128,9 +137,10 @@ class ResidencyPlan:
         if not self.disk_bytes:
             return ""
         read, written = _gib(self.disk_read_bytes), _gib(self.disk_written_bytes + self.durable_bytes)
+        waiting = f" and the gradients of {len(self.waiting)}" if self.waiting else ""
         return (
-            f", {len(self.on_disk)} on the disk, which takes {_gib(self.disk_bytes)}: {read} read and {written} "
-            f"written a step, {self.written_a_day / 1e12:.3g} TB a day: a drive of 600 TBW lasts "
+            f", {len(self.on_disk)}{waiting} on the disk, which takes {_gib(self.disk_bytes)}: {read} read and "
+            f"{written} written a step, {self.written_a_day / 1e12:.3g} TB a day: a drive of 600 TBW lasts "
             f"{self.drive_days:.3g} days"
         )
 
@@ -184,8 +194,8 @@ def plan_residency(
     has_disk = bandwidth.has_disk
     search = _Search(trace, budget_bytes, bandwidth, keeps=policy == "auto", host_budget_bytes=host_budget_bytes)
     resident, timeline = search.nothing_resident() if policy == "cpu" else search.best()
-    on_disk = search.on_disk(resident)
-    host_bytes = host_bytes_of(trace.chunks, resident, on_disk, has_disk)
+    on_disk, waiting = search.away(resident)
+    host_bytes = host_bytes_of(trace.chunks, resident, on_disk, has_disk, waiting)
     if host_budget_bytes is not None and host_bytes > host_budget_bytes:
         raise HostTooSmall(host_bytes, host_budget_bytes)
     copied = sum(c.slot_bytes for c in trace.chunks if c.trainable and c.index not in on_disk) if has_disk else 0
@@ -207,10 +217,11 @@ def plan_residency(
         step_s=step_s,
         busy_s=busy_s,
         on_disk=on_disk,
-        disk_bytes=2 * sum(chunk.slot_bytes for chunk in trace.chunks) if has_disk else 0,
+        disk_bytes=disk_bytes_of(trace.chunks, waiting) if has_disk else 0,
         disk_read_bytes=timeline.disk_read_bytes,
         disk_written_bytes=timeline.disk_written_bytes,
         durable_bytes=copied,
+        waiting=waiting,
     )
 
 
@@ -223,28 +234,66 @@ def to_disk(chunks: Sequence[ChunkInfo], resident: frozenset[int], host_budget_b
     if host_budget_bytes is None:
         return frozenset()
     beyond = host_bytes_of(chunks, resident, frozenset(), True) - host_budget_bytes
-    saved = {c.index: c.slot_bytes for c in chunks if c.index not in resident}
+    outside = [chunk for chunk in chunks if chunk.index not in resident]
+    saved = {c.index: c.slot_bytes for c in sorted(outside, key=lambda c: (c.trainable, -c.slot_bytes))}
+    return frozenset(_as_few(saved, beyond)[0])
+
+
+def to_wait(
+    chunks: Sequence[ChunkInfo], resident: frozenset[int], on_disk: frozenset[int], host_budget_bytes: int | None
+) -> frozenset[int]:
+    """The chunks beside the resident ones whose gradients wait on the disk, so that the host holds what is left.
+
+    As few bytes as do that; where none do, those that leave the least. None: nothing has to.
+    """
+    beyond = 0
+    if host_budget_bytes is not None:
+        beyond = host_bytes_of(chunks, resident, on_disk, True) - host_budget_bytes
+    if beyond <= 0:
+        return frozenset()
+    may = sorted((c for c in chunks if c.index not in resident and c.wait_bytes), key=lambda c: -c.wait_bytes)
+    best = beyond, 0, frozenset[int]()
+    for largest in {chunk.wait_bytes for chunk in may}:  # which the places must hold
+        saved = {chunk.index: chunk.grad_bytes for chunk in may if chunk.wait_bytes <= largest}
+        found, still = _as_few(saved, beyond + WAITING_PLACES * largest)
+        best = min(best, (max(still, 0), sum(saved[c] for c in found), frozenset(found)), key=lambda one: one[:2])
+    return best[2]
+
+
+def _as_few(saved: Mapping[int, int], beyond: int) -> tuple[list[int], int]:
+    """The first of these, chunk -> bytes, that together save `beyond` bytes, and the bytes that are missing then."""
     found: list[int] = []
-    for chunk in sorted(saved, key=lambda c: (chunks[c].trainable, -saved[c])):
+    for chunk, num_bytes in saved.items():
         if beyond > 0:
-            beyond -= saved[chunk]
+            beyond -= num_bytes
             found.append(chunk)
     for chunk in sorted(found, key=lambda c: saved[c]):  # the last one may have been larger than it had to be
         if saved[chunk] <= -beyond:
             beyond += saved[chunk]
             found.remove(chunk)
-    return frozenset(found)
+    return found, beyond
 
 
 def host_bytes_of(
-    chunks: Sequence[ChunkInfo], resident: frozenset[int], on_disk: frozenset[int], has_disk: bool
+    chunks: Sequence[ChunkInfo],
+    resident: frozenset[int],
+    on_disk: frozenset[int],
+    has_disk: bool,
+    waiting: frozenset[int] = frozenset(),
 ) -> int:
     """Bytes of the host that chunks take at most, and places for the disk where there is one."""
     away = [chunk for chunk in chunks if chunk.index not in resident]
     if not has_disk:
         return sum(chunk.host_bytes for chunk in away)
-    kept = sum(chunk.grad_bytes + (0 if chunk.index in on_disk else chunk.slot_bytes) for chunk in away)
-    return kept + PLACES * max((chunk.slot_bytes for chunk in chunks), default=0)
+    masters = sum(chunk.slot_bytes for chunk in away if chunk.index not in on_disk)
+    gradients = sum(chunk.grad_bytes for chunk in away if chunk.index not in waiting)
+    places = PLACES * max((chunk.slot_bytes for chunk in chunks), default=0)
+    return masters + gradients + places + WAITING_PLACES * max((chunks[c].wait_bytes for c in waiting), default=0)
+
+
+def disk_bytes_of(chunks: Sequence[ChunkInfo], waiting: frozenset[int]) -> int:
+    """Bytes of the disk that two slots of each of these chunks take, and gradients of those that wait there."""
+    return 2 * sum(c.slot_bytes for c in chunks) + sum(c.wait_bytes for c in chunks if c.index in waiting)
 
 
 def _gib(num_bytes: float, up: bool = False) -> str:
@@ -284,16 +333,20 @@ class _Search:
                 kept = frozenset(gap for gap in kept if gap.end == gap.start + 1)
             timeline = None
             if kept is not None:
-                on_disk = self.on_disk(resident)
-                timeline = run(self.lifetimes, resident, kept, self.budget_bytes, self.bandwidth, on_disk)
+                away = self.away(resident)
+                timeline = run(self.lifetimes, resident, kept, self.budget_bytes, self.bandwidth, *away)
             self.walked[key] = timeline
         return self.walked[key]
 
     def host_bytes(self, resident: frozenset[int]) -> int:
-        return host_bytes_of(self.trace.chunks, resident, self.on_disk(resident), self.bandwidth.has_disk)
+        on_disk, waiting = self.away(resident)
+        return host_bytes_of(self.trace.chunks, resident, on_disk, self.bandwidth.has_disk, waiting)
 
-    def on_disk(self, resident: frozenset[int]) -> frozenset[int]:
-        return to_disk(self.trace.chunks, resident, self.host_budget_bytes if self.bandwidth.has_disk else None)
+    def away(self, resident: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """The chunks that live on the disk, and those whose gradients wait there."""
+        chunks, budget_bytes = self.trace.chunks, self.host_budget_bytes if self.bandwidth.has_disk else None
+        on_disk = to_disk(chunks, resident, budget_bytes)
+        return on_disk, to_wait(chunks, resident, on_disk, budget_bytes)
 
     def nothing_resident(self) -> tuple[frozenset[int], Timeline]:
         timeline = self.walk(frozenset(), 0)

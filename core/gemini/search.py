@@ -19,6 +19,7 @@ from core.config import UserError
 from core.gemini.moments import on_chunks
 from core.gemini.residency import HostTooSmall, Policy, ResidencyPlan, plan_residency, smallest_budget, too_small
 from core.gemini.trace import ChunkInfo, Trace
+from core.pinned import whole_blocks
 from core.trace.machine import Bandwidth
 from core.trace.tracer import StepTrace
 
@@ -28,7 +29,7 @@ PIECES = (8, 16, 32, 64)
 PIECE_OF_BUDGET = 16
 """A chunk takes at most this part of the budget, where nothing says that another size is better."""
 
-SLOT_PADDING_BYTES = 3 * 4096
+SLOT_PADDING_BYTES = 4 * 4096
 """What fills up the regions of a slot on the disk, at most."""
 
 MessageBytes = Callable[[Sequence[Sequence[str]]], int]
@@ -46,6 +47,7 @@ class ParameterInfo:
 
     away_bytes  of all parameters or of none; those behind `cut` with it
     cut         the axes of data parallelism that cut it: chunks of experts are of other ranks than all else
+    may_wait    its gradient may leave memory before the update
     """
 
     name: str
@@ -60,6 +62,7 @@ class ParameterInfo:
     slot_bytes: int = 0
     own_bytes: int = 0
     read_bytes: int = 0
+    may_wait: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def chunk_infos(chunks: Sequence[Sequence[ParameterInfo]]) -> list[ChunkInfo]:
             sum(p.slot_bytes for p in chunk) + SLOT_PADDING_BYTES,
             sum(p.own_bytes for p in chunk),
             sum(p.read_bytes for p in chunk),
+            whole_blocks(sum(p.grad_bytes for p in chunk)) if all(p.may_wait for p in chunk) else 0,
         )
         for index, chunk in enumerate(chunks)
     ]

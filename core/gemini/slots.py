@@ -1,16 +1,17 @@
 """A chunk's two slots on the disk: what lies where in them, which one has the latest values, which one is durable.
 
-A slot holds this rank's part of everything that is kept of a chunk, in up to three regions that are read apart:
+A slot holds this rank's part of everything that is kept of a chunk, in up to four regions that are read apart:
 
-    masters  in the reductions' format; of a frozen chunk there are none
-    values   in the buffer's format, where that is another one or the chunk is frozen
-    state    of the optimizer, whatever it keeps: tensor behind tensor
+    masters   in the reductions' format; of a frozen chunk there are none
+    values    in the buffer's format, where that is another one or the chunk is frozen
+    averages  of the masters, in their format and order, where there are any
+    state     of the optimizer, whatever it keeps: tensor behind tensor
 
 Whoever updates reads the latest slot whole and writes the one that the last durable generation does not hold, so no
 byte of that generation is ever written over. Whoever fetches reads one region.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,15 @@ from core.pinned import whole_blocks
 STATE_ALIGNMENT = 64
 """Bytes: tensors of the state begin at multiples of it."""
 
+AVERAGE = "average of weights"
+"""The key of a master's average: no optimizer's state has one of this name."""
+
+NARROWED_ELEMENTS = 1 << 18
+"""So many averages at once are brought into the buffer's format."""
+
 
 class Part(NamedTuple):
-    """A tensor in a slot: of a parameter its value (key "") or one of the optimizer's state.
+    """A tensor in a slot: of a parameter its value (key ""), its average, or one of the optimizer's state.
 
     offset  of its first byte from the beginning of the slot
     """
@@ -54,6 +61,7 @@ class Region(NamedTuple):
 class Slots:
     """live  what the optimizer keeps of each member, its own dict; tensors of it with dims go to the slots
 
+    kept       averages of the masters, by name; none where nobody averages
     parts      of values and of the state
     file       the name of the one on whose drive they lie
     base       of the first slot in it; the second one follows
@@ -61,8 +69,9 @@ class Slots:
     checksums  of each slot, by region
     """
 
-    def __init__(self, chunk: Chunk, live: dict[Member, dict[str, Any]]):
+    def __init__(self, chunk: Chunk, live: dict[Member, dict[str, Any]], kept: Mapping[str, Tensor] | None = None):
         self.chunk, self.live, self.file, self.base = chunk, live, "", 0
+        self.kept = kept or {}
         self.state = {member: _with_dims(kept) for member, kept in live.items()}
         self.regions: list[Region] = []
         self.parts: list[Part] = []
@@ -72,12 +81,12 @@ class Slots:
         self._masters = self._flat(chunk.wide) if chunk.trainable else None
         narrow = not chunk.trainable or chunk.dtype != chunk.wide
         self._values = self._flat(chunk.dtype) if narrow else None
-        kept = self._masters if self._masters is not None else self._values
-        assert kept is not None
-        itemsize = (chunk.wide if chunk.trainable else chunk.dtype).itemsize
-        for member in chunk.members:
-            offset = kept.begin + member.own_offset * itemsize
-            self.parts.append(Part(member.name, "", offset, member.master.dtype, tuple(member.master.shape)))
+        of_values = self._masters if self._masters is not None else self._values
+        assert of_values is not None
+        self._lay_out("", of_values, chunk.wide if chunk.trainable else chunk.dtype)
+        self.averages = self._flat(chunk.wide) if self.kept and chunk.trainable else None
+        if self.averages is not None:
+            self._lay_out(AVERAGE, self.averages, chunk.wide)
         self._lay_out_state()
         self.num_bytes = self._end
 
@@ -113,6 +122,7 @@ class Slots:
 
     def fill(self, slot: Tensor) -> None:
         """Copy what the chunk has now into those bytes."""
+        self.take_state()
         for tensor, part in self.tensors():
             part.of(slot).copy_(tensor)
         masters = self._masters
@@ -123,8 +133,33 @@ class Slots:
         """[own] what fills the buffer, of the bytes of the region that a fetch reads."""
         return region[: self.chunk.own_elements * self.chunk.dtype.itemsize].view(self.chunk.dtype)
 
+    def fetched_averages(self, region: Tensor) -> Tensor:
+        """[own] the averages in the buffer's format, of the bytes of their region, in which they are brought into it.
+
+        In order, some at a time: none is written over before it is read.
+        """
+        values = self.fetched_values(region)
+        if self.chunk.dtype != self.chunk.wide:
+            wide = region[: self.chunk.own_elements * self.chunk.wide.itemsize].view(self.chunk.wide)
+            for narrow, averages in zip(values.split(NARROWED_ELEMENTS), wide.split(NARROWED_ELEMENTS), strict=True):
+                narrow.copy_(averages.to(narrow.dtype))
+        return values
+
     def settle_state(self) -> None:
         """The optimizer may have put other tensors in the place of its own: their values go to the slot."""
+        for member, key, tensor in self._now():
+            kept = self.state[member][key]
+            if tensor is not kept:
+                kept.copy_(tensor)
+                self.live[member][key] = kept
+
+    def take_state(self) -> None:
+        """Of a chunk in no slot the state is what the optimizer has now: other tensors, or such on the device."""
+        for member, key, tensor in self._now():
+            self.state[member][key] = tensor
+
+    def _now(self) -> Iterator[tuple[Member, str, Tensor]]:
+        """The tensors that the optimizer keeps."""
         for member, live in self.live.items():
             for key, tensor in _with_dims(live).items():
                 kept = self.state[member].get(key)
@@ -132,14 +167,12 @@ class Slots:
                     raise RuntimeError(
                         f"{member.name}: the optimizer's {key} was not there, or of another shape, before"
                     )
-                if tensor is not kept:
-                    kept.copy_(tensor)
-                    live[key] = kept
+                yield member, key, tensor
 
     @property
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps beside tensors with dims (how many steps it has taken): name -> key -> value."""
-        return {m.name: {k: _number(v) for k, v in kept.items() if _is_number(v)} for m, kept in self.live.items()}
+        """See `numbers_of`."""
+        return numbers_of([self])
 
     def set_numbers(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         for member, live in self.live.items():
@@ -154,7 +187,10 @@ class Slots:
         of = {member.name: member for member in self.chunk.members}
         for part in self.parts:
             member = of[part.name]
-            yield (self.state[member][part.key] if part.key else member.master), part
+            if part.key == AVERAGE:
+                yield self.kept[part.name], part
+            else:
+                yield (self.state[member][part.key] if part.key else member.master), part
 
     def _own(self, slot: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
         return slot[region.begin : region.begin + self.chunk.own_elements * dtype.itemsize].view(dtype)
@@ -168,6 +204,12 @@ class Slots:
         self.regions.append(found)
         return found
 
+    def _lay_out(self, key: str, region: Region, dtype: torch.dtype) -> None:
+        """Of each member what lies flat in a region."""
+        for member in self.chunk.members:
+            offset = region.begin + member.own_offset * dtype.itemsize
+            self.parts.append(Part(member.name, key, offset, member.master.dtype, tuple(member.master.shape)))
+
     def _lay_out_state(self) -> None:
         offset = self._end
         for member, tensors in self.state.items():
@@ -178,13 +220,30 @@ class Slots:
             self._region(offset - self._end)
 
 
+def numbers_of(slots: Iterable[Slots]) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps beside tensors with dims (how many steps it has taken): name -> key -> value.
+
+    Those on a device are read together.
+    """
+    found = {
+        member.name: {key: value for key, value in kept.items() if _is_number(value)}
+        for one in slots for member, kept in one.live.items()
+    }  # fmt: skip
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str]]] = {}
+    for kept in found.values():
+        for key, value in kept.items():
+            if isinstance(value, Tensor):
+                alike.setdefault((value.device, value.dtype), []).append((kept, key))
+    for places in alike.values():
+        values = torch.stack([kept[key] for kept, key in places]).tolist()
+        for (kept, key), value in zip(places, values, strict=True):
+            kept[key] = value
+    return found
+
+
 def _with_dims(kept: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
 
 
 def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and not value.ndim)
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

@@ -10,7 +10,8 @@ updates, and a drive below the host reads or writes. The walk goes place by plac
 4. the moment computes; a reduce starts the gradient's copy to the host, an update the host's work on it
 
 The next step's forward waits until the host has updated everything. Chunks on a disk whose updates need not wait for
-the step's end begin them when their last gradient has arrived.
+the step's end begin them when their last gradient has arrived. A gradient that waits on the drive is written when it
+has arrived, from one of `WAITING_PLACES` places, of which one must be free, and read for its update.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from core.gemini.trace import Moment
 from core.trace.machine import Bandwidth
 
 MoveKind = Literal["fetch", "prefetch", "evict", "release"]
+
+WAITING_PLACES = 2
+"""Of the host, each as large as the largest gradient that waits on the disk: one comes or goes while one is used."""
 
 
 class Move(NamedTuple):
@@ -73,12 +77,14 @@ def run(
     budget_bytes: int,
     bandwidth: Bandwidth,
     on_disk: frozenset[int] = frozenset(),
+    waiting: frozenset[int] = frozenset(),
 ) -> Timeline:
     """The step in which resident chunks never leave and the others stay over the gaps in `kept`, which must fit.
 
     on_disk  of those others, the ones whose masters and state lie there: a fetch reads their values, an update all
+    waiting  the ones whose gradients wait there: a reduce writes them, an update reads them
     """
-    return _Walk(lifetimes, resident, kept, budget_bytes, bandwidth, on_disk).run()
+    return _Walk(lifetimes, resident, kept, budget_bytes, bandwidth, on_disk, waiting).run()
 
 
 class _Walk:
@@ -90,8 +96,9 @@ class _Walk:
         budget_bytes: int,
         bandwidth: Bandwidth,
         on_disk: frozenset[int] = frozenset(),
+        waiting: frozenset[int] = frozenset(),
     ):
-        self.on_disk = on_disk
+        self.on_disk, self.waiting = on_disk, waiting
         self.lifetimes, self.resident, self.budget_bytes, self.bandwidth = lifetimes, resident, budget_bytes, bandwidth
         self.chunks = lifetimes.trace.chunks
         num_places = len(lifetimes)
@@ -131,6 +138,8 @@ class _Walk:
         self.early = {last_reduce[chunk]: chunk for chunk in early}  # moment -> chunk that is updated behind it
         self.in_bytes = self.out_bytes = self.read_bytes = self.written_bytes = 0
         self.drive = 0.0
+        self.places = deque([0.0] * WAITING_PLACES)  # of gradients on their way to the drive: when each is free
+        self.put_down: dict[int, float] = {}  # chunks of whose gradients something waits there -> since when
 
     def run(self) -> Timeline:
         order = self.lifetimes.order
@@ -180,7 +189,7 @@ class _Walk:
             moves.append(Move("evict", gap.chunk))
             self.on_device.remove(gap.chunk)
             if gap.dirty:
-                self.now = self.ready[gap.chunk] = self._to_host(gap.size_bytes)
+                self.now = self.ready[gap.chunk] = self._gradient_to_host(gap.chunk)
 
     def _release(self, chunk: int, moves: list[Move]) -> float:
         """When the buffer is free."""
@@ -227,7 +236,10 @@ class _Walk:
         self.busy["compute"] += seconds
         if moment.kind == "reduce" and moment.chunks[0] not in self.resident:
             chunk = moment.chunks[0]
-            self.leaving[chunk] = self.ready[chunk] = self._to_host(self.chunks[chunk].param_bytes)
+            if moment.keeps:
+                self._gradient_to_host(chunk)
+                return
+            self.leaving[chunk] = self.ready[chunk] = self._gradient_to_host(chunk)
             self.leaving_bytes += self.chunks[chunk].param_bytes
 
     def _update(self, chunk: int, begin: float) -> float:
@@ -246,16 +258,36 @@ class _Walk:
         seconds, slot_bytes = num_bytes / self.bandwidth.host_update, self.chunks[chunk].slot_bytes
         if chunk in self.on_disk:
             self.ready[chunk] = self._read_from_disk(self.chunks[chunk].read_bytes, max(begin, self.ready[chunk]))
+        if chunk in self.waiting:
+            begin = max(begin, self.put_down.pop(chunk, 0.0))
+            self.ready[chunk] = self._read_from_disk(self.chunks[chunk].wait_bytes, max(begin, self.ready[chunk]))
         self.host = self.ready[chunk] = max(self.host, begin, self.ready[chunk]) + seconds
         self.busy["host_update"] += seconds
         if chunk in self.on_disk:
-            self.ready[chunk] = self._drive(slot_bytes / self.bandwidth.disk_write, self.ready[chunk])
-            self.written_bytes += slot_bytes
+            self.ready[chunk] = self._write_to_disk(slot_bytes, self.ready[chunk])
+
+    def _gradient_to_host(self, chunk: int) -> float:
+        """Start the copy of a gradient, which may go on to the drive; when it will have arrived on the host."""
+        if chunk in self.waiting:
+            self.now = max(self.now, self.places.popleft())
+        arrives = self._to_host(self.chunks[chunk].param_bytes)
+        if chunk in self.waiting:
+            num_bytes, complete = self.chunks[chunk].wait_bytes, arrives
+            if chunk in self.put_down:  # a part of it waits there: this one is added to it
+                complete = self._read_from_disk(num_bytes, max(arrives, self.put_down[chunk]))
+            self.put_down[chunk] = self._write_to_disk(num_bytes, complete)
+            self.places.append(self.put_down[chunk])
+        return arrives
 
     def _read_from_disk(self, num_bytes: int, begin: float) -> float:
         """Start a read; when it will have arrived."""
         self.read_bytes += num_bytes
         return self._drive(num_bytes / self.bandwidth.disk_read, begin)
+
+    def _write_to_disk(self, num_bytes: int, begin: float) -> float:
+        """Start a write; when it will be over."""
+        self.written_bytes += num_bytes
+        return self._drive(num_bytes / self.bandwidth.disk_write, begin)
 
     def _drive(self, seconds: float, begin: float) -> float:
         """One transfer at a time; when it is over."""

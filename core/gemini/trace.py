@@ -16,7 +16,8 @@ The life of a trainable chunk in a step:
     backward …     they are read again, and gradients are written into their place (`Moment.writes`)
     reduce         all gradients are there; they go to where its optimizer shard is, and nothing reads its parameters
                    in this microbatch any more. Under gradient accumulation the next one goes on at `forward`, with
-                   parameters that are fetched anew
+                   parameters that are fetched anew; where microbatches run by blocks first, at `backward`, with those
+                   that stayed (`Moment.keeps`)
     update         the optimizer makes new parameters: there, and nowhere else
 
 A chunk that does not learn, and any chunk in evaluation, is only read. Sharded over ranks, param_bytes are those of the
@@ -40,6 +41,7 @@ class ChunkInfo:
     grad_bytes  the part of it that a gradient takes
     slot_bytes  all that it takes of the disk where it lives there, once; an update writes it, and reads `read_bytes` of
                 it; `own_bytes` fill the buffer
+    wait_bytes  of the disk for its gradient, where that waits there for the update; 0: it stays in memory
     """
 
     index: int
@@ -52,6 +54,7 @@ class ChunkInfo:
     slot_bytes: int = 0
     own_bytes: int = 0
     read_bytes: int = 0
+    wait_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -77,6 +80,7 @@ class Moment:
     other_bytes  the most that is on the device at once beside model data while the moment lasts
     seconds      how long it computes when everything is there; an update's are found from the speed of its side
     writes       chunks into which the moment puts gradients: from here to its reduce a chunk is no copy of anything
+    keeps        at a reduce: the gradients stood beside the chunk (in `other_bytes`), whose parameters are read again
     """
 
     kind: MomentKind
@@ -85,6 +89,7 @@ class Moment:
     other_bytes: int
     seconds: float
     writes: tuple[int, ...] = ()
+    keeps: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     fetch   this rank's rows, from the host or the shard on the device, into a message [own]; all-gathered over the
             ranks that share it into [ranks, own]; copied to each parameter's place. On one rank: one copy.
     reduce  the gradients, in the reductions' format, into a message [ranks, own]; reduce-scattered, all-reduced over
-            replicas; added to the gradient of the shard, where earlier microbatches have left theirs
+            replicas; added to the gradient of the shard, where earlier microbatches have left theirs; on to a drive,
+            where it waits there for its update
 
 Messages have their own memory, as large as the largest chunk needs, on the device for good.
 """
@@ -129,20 +130,34 @@ class Transport:
 
     @beside_the_step()
     def reduce(self, chunk: Chunk) -> None:
-        """Add the gradients that stand in the buffer, those of its `ready_members`, to the shard's.
+        """Add the gradients that stand in the buffer, those of its `ready_members`, or beside it, to the shard's.
 
         Other members count as zero. All ranks that share the chunk must call it for the same chunks in the same order.
         """
+        gradients, ready = chunk.buffer, chunk.ready_members
+        if chunk.aside is not None:
+            gradients, ready = chunk.aside, list(chunk.set_aside)
         if chunk.away is not None:
             chunk.away.reopen(chunk)
         with self.streams.reducing():
-            ready = chunk.ready_members
             if chunk.sharers.sends:
-                self._add(chunk, self._reduce(chunk, ready), chunk.members)
+                self._add(chunk, self._reduce(chunk, gradients, ready), chunk.members)
             elif ready:
-                self._add(chunk, chunk.buffer, ready)
+                self._add(chunk, gradients, ready)
+            if self.streams.on_cuda and chunk.aside is not None:
+                chunk.aside.record_stream(torch.cuda.current_stream())
+            if chunk.waits is not None and (ready or chunk.sharers.sends):
+                chunk.waits.send(chunk)
+        chunk.drop_aside()
 
-    def _reduce(self, chunk: Chunk, ready: list[Member]) -> Tensor:
+    def zero(self, chunk: Chunk) -> None:
+        """No gradient has come: it is zero."""
+        chunk.make_grad().zero_()
+        chunk.has_grad = True
+        if chunk.waits is not None:
+            chunk.waits.send(chunk)
+
+    def _reduce(self, chunk: Chunk, gradients: Tensor, ready: list[Member]) -> Tensor:
         assert self._reduced is not None
         own_bytes, ranks = chunk.own_elements * chunk.wide.itemsize, chunk.ranks
         message = self._reduced[: own_bytes * slots_of(ranks)].view(chunk.wide)
@@ -153,7 +168,7 @@ class Transport:
             if member not in ready:
                 own.zero_()
                 continue
-            for slot, rows in paired_rows(self._slots_of(slots, member), member.view):
+            for slot, rows in paired_rows(self._slots_of(slots, member), chunk.place_in(gradients, member)):
                 slot.copy_(rows)
         if not self.shards:
             dist.all_reduce(whole, group=gradient_axis(self.mesh, chunk.sharers.cut).get_group())
@@ -206,7 +221,10 @@ class Transport:
 
     def land(self, chunk: Chunk) -> None:
         """Return when the gradients of a chunk are in its shard."""
-        while any(arrival.grad is chunk.grad for arrival in self._arriving):
+        if chunk.grad is None:
+            return
+        memory = chunk.grad.untyped_storage().data_ptr()  # what arrives may be a part of it
+        while any(arrival.grad.untyped_storage().data_ptr() == memory for arrival in self._arriving):
             self._land(self._arriving.popleft())
 
     def finish(self) -> None:

@@ -1,6 +1,7 @@
 """The global gradient norm of tensors that are sharded, each in its own way, and scaling by it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core.layout import layout_of
 from core.mesh import device_of, group_of_ranks
+
+
+class Waiting(Protocol):
+    """What is known of a gradient whose values are not in memory: its `waiting`, where it has that."""
+
+    def norm(self) -> Tensor:
+        """Its 2-norm, a scalar, to the bit as `gradient_norms` has it."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply it, at the latest when its values come."""
+        ...
 
 
 @torch.no_grad()
@@ -34,13 +47,31 @@ def gradient_squares(masters: Iterable[Tensor], mesh: DeviceMesh) -> Tensor:
         if master.grad is not None and master.numel():
             found.setdefault((layout_of(master).num_holders(mesh), master.device), []).append(master.grad)
     for (copies, _), grads in found.items():
-        total += torch.stack(torch._foreach_norm(grads)).to(total).square().sum() / copies
+        total += torch.stack(gradient_norms(grads)).to(total).square().sum() / copies
     return total
+
+
+def gradient_norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, a scalar of its format; of tensors on one device."""
+    here = [grad for grad in grads if waiting_of(grad) is None]
+    norms = iter(torch._foreach_norm(here) if here else ())
+    return [next(norms) if (waiting := waiting_of(grad)) is None else waiting.norm() for grad in grads]
+
+
+def waiting_of(grad: Tensor) -> Waiting | None:
+    """None of a gradient that is in memory."""
+    return getattr(grad, "waiting", None)
 
 
 @torch.no_grad()
 def scale_gradients(masters: Iterable[Tensor], factor: float) -> None:
     """Multiply every gradient in place."""
+    if factor == 1.0:
+        return
     grads = [m.grad for m in masters if m.grad is not None]
-    if grads and factor != 1.0:
-        torch._foreach_mul_(grads, factor)
+    here = [grad for grad in grads if waiting_of(grad) is None]
+    if here:
+        torch._foreach_mul_(here, factor)
+    for grad in grads:
+        if (waiting := waiting_of(grad)) is not None:
+            waiting.scale(factor)

@@ -5,7 +5,7 @@ parameters it takes and what it sends of them. `core.parallel.data` lets one tak
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ from core.parallel.powersgd import Matrices, PowerSGD, stack_dims
 from core.parallel.sparse import PLACE_BYTES, RandomK, TopK, num_kept
 from core.parallel.zero_one import ZeroOne
 from core.placement.messages import Sent
-from core.placement.table import Table
+from core.placement.table import Placed, Table
 
 CompressionName = Literal["powersgd", "top_k", "random_k", "one_bit", "zero_one"]
 IN_SIGNS = ("one_bit", "zero_one")
@@ -288,10 +288,26 @@ def takes(shape: tuple[int, ...], comm: CommConfig) -> bool:
     return comm.compress is not None and COMPRESSIONS[comm.compress].takes(shape, comm)
 
 
-def compressed_names(table: Table, comm: CommConfig) -> list[str]:
+def compressed_names(table: Mapping[str, Placed], comm: CommConfig) -> list[str]:
     """First names of the parameters whose gradients are compressed, in the table's order."""
     firsts = ((name, row) for name, row in table.items() if name == row.names[0] and row.trained)
     return [name for name, row in firsts if takes(row.layout.shape, comm)]
+
+
+def names_to_compress(table: Mapping[str, Placed], comm: CommConfig) -> list[str]:
+    """`compressed_names`.  Raises UserError where there are none."""
+    names = compressed_names(table, comm)
+    if comm.compress is not None and not names:
+        raise UserError(
+            f"comm.compress={comm.compress}: no parameter of this model is a matrix that it makes smaller"
+            + (
+                f" with comm.rank={comm.rank}; give a lower --comm.rank, or"
+                if comm.compress == "powersgd"
+                else "; give"
+            )
+            + " no --comm.compress"
+        )
+    return names
 
 
 def compressed_bytes(table: Table, comm: CommConfig, mesh: AnyMesh, wide: int = 4) -> Sent:
@@ -319,23 +335,13 @@ def compression_of(
 ) -> Feedback | None:
     """Make what the options say; None without.
 
-    Raises UserError for a mesh that it does not know, and for a model of which it makes nothing smaller.
+    Raises UserError for a mesh that it does not know, and as `names_to_compress` does.
     """
     if comm.compress is None:
         return None
     ep = axis_size(mesh, EXPERT_AXIS) if EXPERT_AXIS in (mesh.mesh_dim_names or ()) else 1
     comm.check_mesh(pipeline_ranks(mesh), ep, axis_size(mesh, "cp") if "cp" in (mesh.mesh_dim_names or ()) else 1)
-    names = compressed_names(table, comm)
-    if not names:
-        raise UserError(
-            f"comm.compress={comm.compress}: no parameter of this model is a matrix that it makes smaller"
-            + (
-                f" with comm.rank={comm.rank}; give a lower --comm.rank, or"
-                if comm.compress == "powersgd"
-                else "; give"
-            )
-            + " no --comm.compress"
-        )
+    names = names_to_compress(table, comm)
     spec = COMPRESSIONS[comm.compress]
     options = {name: getattr(comm, name) for name in spec.options}
     return spec.makes(names, mesh, table, dtype, device, options, comm.start, comm.report_every)

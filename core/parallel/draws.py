@@ -414,6 +414,29 @@ class _Functional(TorchFunctionMode):
         return self.draws.functional(owner, name, input, p)
 
 
+class UnplacedDraws(TorchFunctionMode):
+    """Notes what is called inside that draws from the rank's generator, and so by the order of calls, not by place.
+
+    names  of these functions
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func not in _FUNCTIONS and _draws(name, args, kwargs):
+            self.names.add(name)
+        return func(*args, **kwargs)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Return whether a module draws by place, and drops anything."""
+    return type(module) in _FUNCTION_OF and bool(module.p)
+
+
 def _draws(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     if name in _ATTENTION:
         at = _ATTENTION[name]

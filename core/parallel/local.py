@@ -28,6 +28,8 @@ Steps of the learning rate's schedule are inner ones. The last step of a run end
 Floating buffers, such as statistics of batches, are averaged as weights are. A stop that a rank is asked for is one
 behind its round, when workers hear of it. An evaluation, and what others read of a checkpoint, are of theta.
 
+Other workers may go on with a checkpoint, more or fewer (`core.parallel.regroup`).
+
 Stich 2019, Local SGD, algorithm 1; Lin et al. 2020, Post-local SGD, section 3; Douillard et al. 2023, DiLoCo,
 algorithm 1; Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section 2; Zhang et al. 2019, Lookahead. Workers
 that come and go are launches of their own, whose rounds `core.train.elastic_local` ends.
@@ -57,6 +59,8 @@ from core.parallel.coded_sum import CodedSum
 from core.parallel.data import in_buckets
 from core.parallel.feedback import compared, figures_of
 from core.parallel.parallel_model import Ended, ParallelModel
+from core.parallel.regroup import ROUNDS, Read, Regrouping, of_worker
+from core.streams import DeviceStreams, take_device
 
 WORKERS = "dp_replicate"
 """The axis whose ranks are workers."""
@@ -190,14 +194,23 @@ class _Sum(NamedTuple):
 
 
 class _Arriving:
-    """A sum that is made while steps go on, by a thread of its own.
+    """A sum that is made while steps go on, by a thread of its own, on a GPU in a stream of its own.
 
-    due    steps of the run after which it is taken
-    after  the one before it: two threads must not send over a group at a time, and all workers send in one order
+    due     steps of the run after which it is taken
+    beside  the stream in which it is made, and whose it is
+    after   the one before it: two threads must not send over a group at a time, and all workers send in one order
     """
 
-    def __init__(self, work: Callable[[], _Sum], due: int, after: "_Arriving | None" = None):
+    def __init__(
+        self,
+        work: Callable[[], _Sum],
+        due: int,
+        beside: tuple[DeviceStreams, torch.cuda.Stream | None],
+        after: "_Arriving | None" = None,
+    ):
         self.due, self._work, self._after = due, work, after
+        self._streams, self._stream = beside
+        self._given, self._made = self._streams.mark(), None
         self._result: _Sum | None = None
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="outer sum", daemon=True)
@@ -208,7 +221,11 @@ class _Arriving:
             if self._after is not None:
                 self._after._thread.join()
                 self._after = None
-            self._result = self._work()
+            take_device(self._streams.device)
+            with self._streams.inside(self._stream):
+                self._streams.wait(self._given)
+                self._result = self._work()
+                self._made = self._streams.mark()
         except Exception as failed:  # told by who waits for it
             self._failed = failed
 
@@ -216,6 +233,7 @@ class _Arriving:
         self._thread.join()
         if self._result is None:
             raise RuntimeError("the sum over workers has failed") from self._failed
+        self._streams.wait(self._made)
         return self._result
 
 
@@ -266,9 +284,13 @@ class LocalTraining:
         self._lost: Tensor | None = None
         self._others: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self._latest: _Arriving | None = None
+        streams = DeviceStreams(parallel.device)
+        self._beside = streams, streams.another() if config.overlap else None
         self.ends_elsewhere = False
         """`end_step` ends no rounds; `end_round` does"""
         self._loaded: tuple[Tensor, dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._joins = False
+        """what is loaded is of others, who were fewer"""
 
     def _dealt_out(self) -> Iterator[_Fragment]:
         config, number = self.config, self.config.fragments
@@ -310,7 +332,7 @@ class LocalTraining:
 
     def begin_step(self, weight: Tensor) -> None:
         """Take note of the items of this worker's step, alike on all of its ranks."""
-        self._weight = weight.detach().to(self._weight).reshape(())
+        self._weight = weight.detach().to(self._weight, non_blocking=True).reshape(())
 
     @torch.no_grad()
     def share_gradients(self, step: int) -> None:
@@ -365,7 +387,8 @@ class LocalTraining:
                 continue
             work = self._send(fragment, self._reports(fragment, step))
             if self.config.overlap and not is_last:
-                self._latest = fragment.arriving = _Arriving(work, step + 1 + self.config.overlap, self._latest)
+                due = step + 1 + self.config.overlap
+                self._latest = fragment.arriving = _Arriving(work, due, self._beside, self._latest)
             else:
                 found.append(self._take(fragment, work(), 0.0))
         if not found:
@@ -406,10 +429,15 @@ class LocalTraining:
     @torch.no_grad()
     def join_round(self) -> None:
         """Begin where theta is: this worker has taken another's state, and has no items in a round that is to end."""
+        self.begin_at_theta()
+        self.parallel.publish()
+
+    def begin_at_theta(self) -> None:
+        """Be where theta is, without items in the rounds that are under way: so a worker begins that is new."""
         for name, master in self.parallel.masters.items():
             master.copy_(self.outer[name])
-        self._fragments[0].since[:2] = 0
-        self.parallel.publish()
+        for fragment in self._fragments:
+            fragment.since[:2] = 0
 
     def _follow(self) -> tuple[Tensor, Tensor]:
         """Behind a step in which gradients were averaged: theta is where all workers are."""
@@ -583,7 +611,7 @@ class LocalTraining:
         Averages that are on their way have arrived when this returns, and are taken at their time. What was loaded into
         these tensors `restored` takes over.
         """
-        masters, of = {f"model/{name}" for name in self.parallel.masters}, f"worker/{self.worker}/"
+        masters, of = {f"model/{name}" for name in self.parallel.masters}, of_worker(self.worker)
         shared = {n: tensor for n, tensor in tensors.items() if n.startswith("model/") and n not in masters}
         own = {f"{of}{name}": tensor for name, tensor in tensors.items() if name not in shared}
         shared |= {f"model/{name}": value for name, value in self.outer.items()}
@@ -591,9 +619,15 @@ class LocalTraining:
         rounds, means, buffers = self._loaded = self._on_their_way()
         if self._coded is not None:  # whose errors a sum that is made changes
             own |= self._coded.stored(of)
-        own[f"{of}rounds"] = rounds
+        own[f"{of}{ROUNDS}"] = rounds
         shared |= {f"outer/arriving/{name}": value for name, value in means.items()}
         return shared | own | {f"outer/arriving_buffer/{name}": value for name, value in buffers.items()}
+
+    def reads(self, saved: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Iterator[Read]:
+        """What to read in turn of a checkpoint of other workers, of that form, into the tensors of `stored`."""
+        self._joins = self.worker >= saved["workers"]
+        fragments = [[name for index in each.messages for name in self._messages[index]] for each in self._fragments]
+        return Regrouping(self.worker, self.num_workers, saved, tensors, fragments).reads()
 
     def _on_their_way(self) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """fp64[fragments, 9]: `since`, when what arrives is taken (0: nothing arrives), `told`; and what arrives."""
@@ -635,8 +669,10 @@ class LocalTraining:
                 told = row[4:].clone()
                 told[3] = 0  # who was asked to stop has stopped
                 found = _Sum(told, flat, flat_buffers)
-                fragment.arriving = _Arriving(partial(_known, found), int(row[3]))
-        self._loaded = None
+                fragment.arriving = _Arriving(partial(_known, found), int(row[3]), self._beside)
+        if self._joins:
+            self.begin_at_theta()
+        self._loaded, self._joins = None, False
 
 
 def _known(found: _Sum) -> _Sum:

@@ -11,7 +11,7 @@ A step is
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from core.parallel.coded_shards import CodedShards
 from core.parallel.correction import Correction
 from core.parallel.draws import Draws
 from core.parallel.feedback import Feedback
+from core.parallel.regroup import Read
 from core.parallel.squares import GradientSquares
 from core.placement.table import Table
 
@@ -139,6 +140,8 @@ class TrainsLocally(Protocol):
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
+    def reads(self, saved: Mapping[str, int], tensors: Mapping[str, Tensor]) -> Iterator[Read]: ...
+
     def restored(self) -> None: ...
 
     @property
@@ -180,6 +183,19 @@ class KeepsSteps(Protocol):
     def loading(self) -> AbstractContextManager[None]:
         """Surround whatever writes masters or state beside the optimizer."""
         ...
+
+
+class FollowsMasters(Protocol):
+    """An average of the masters (`core.optim.average.WeightAverage`)."""
+
+    tensors: dict[str, Tensor]
+    in_parts: bool
+
+    def take_in(self, names: Iterable[str]) -> None: ...
+
+    def exchange(self, names: Iterable[str]) -> None: ...
+
+    def in_place(self, publish: Callable[[], None]) -> AbstractContextManager[None]: ...
 
 
 class ParallelModel(ABC):
@@ -270,6 +286,17 @@ class ParallelModel(ABC):
 
         sample  draws a step's microbatches; None: nothing is known of it
         """
+
+    def empty_like(self, master: Tensor) -> Tensor:
+        """Memory, undefined, for another tensor like a master, where that may lie before the first step."""
+        return torch.empty_like(master)
+
+    def keep_average(self, average: FollowsMasters) -> None:  # noqa: B027
+        """Take care of an average of the masters where they are not in memory; before `prepare`."""
+
+    def showing(self, average: FollowsMasters) -> AbstractContextManager[None]:
+        """Within, between two steps, the model computes with the average."""
+        return average.in_place(self.publish)
 
     def close(self) -> None:  # noqa: B027
         """Give back what a process may hold only once: the run is over."""

@@ -83,6 +83,11 @@ class RecomputeConfig:
         return self.mode in SEGMENTED
 
     @property
+    def recomputes(self) -> bool:
+        """Whether blocks are computed again, each from its own input."""
+        return self.mode in ("full", "selective")
+
+    @property
     def stored(self) -> bool:
         """Whether what blocks save is kept in another place or form."""
         return self.mode in STORED

@@ -88,27 +88,48 @@ def is_kept(segments: Segments) -> list[bool]:
     return [isinstance(item, int) for item in segments for _ in range(size_of(item))]
 
 
+@dataclass(frozen=True)
+class Again:
+    """How often a block runs again in the backward.
+
+    whole  to its end, since the blocks behind it run again, too
+    cut    for its own backward alone, as far as that asks for: its end may be left out
+    """
+
+    whole: int = 0
+    cut: int = 0
+
+    @property
+    def runs(self) -> int:
+        return self.whole + self.cut
+
+
 def runs_of(segments: Segments) -> list[int]:
     """How often each block runs: in the forward, and again in the backward."""
-    found: list[int] = []
+    return [1 + again.runs for again in runs_again(segments)]
+
+
+def runs_again(segments: Segments) -> list[Again]:
+    """How often each block runs again in the backward."""
+    found: list[Again] = []
     for item in segments:
         if isinstance(item, tuple):
-            found += [1 + again for again in _runs_again(item)]
+            found += _in_segment(item)
         else:
-            found += [1 + isinstance(item, Lean)] * size_of(item)
+            found += [Again(cut=int(isinstance(item, Lean)))] * size_of(item)
     return found
 
 
-def _runs_again(segments: Segments) -> list[int]:
+def _in_segment(segments: Segments) -> list[Again]:
     """The same of a segment when its backward has come: what stands last in it is gone into at once."""
-    found: list[int] = []
+    found: list[Again] = []
     for index, item in enumerate(segments):
         last = index == len(segments) - 1
         if isinstance(item, tuple):
-            found += [again + (not last) for again in _runs_again(item)]
+            found += [replace(again, whole=again.whole + (not last)) for again in _in_segment(item)]
         else:
-            found += [1 + isinstance(item, Lean)] * size_of(item)
-            found[-1] = 1 if last else found[-1]
+            found += [Again(1, int(isinstance(item, Lean)))] * size_of(item)
+            found[-1] = Again(cut=1) if last else found[-1]
     return found
 
 

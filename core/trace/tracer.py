@@ -62,12 +62,14 @@ class StepTrace:
     order  of first use; those that are never used come last
     reads  module -> parameters that its forward uses beside its own, since it does not call the modules that own them
     updates_as_final  an update may begin when the last gradient is there, and need not wait for the backward's end
+    by_blocks  each backward is that of a part of the model, and those of the microbatches follow one another
     """
 
     microbatches: tuple[tuple[Stretch, ...], ...]
     order: tuple[str, ...]
     reads: dict[str, tuple[str, ...]]
     updates_as_final: bool = False
+    by_blocks: bool = False
 
 
 def trace_step(

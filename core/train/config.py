@@ -170,6 +170,10 @@ class TrainConfig(ParallelConfig):
             found["noise_scale_steps"] = "without noise_scale, which it averages; give --noise-scale"
         if self.gemini.budget is not None:
             found["reduce_each"] = "with a budget: Gemini says itself when gradients are reduced; leave it out"
+        if self.mesh.pp > 1:
+            found["gemini.order"] = "with stages, whose --pipeline.schedule is the order of microbatches; leave it out"
+        elif self.microbatch is None:
+            found["gemini.order"] = "without microbatch, where a step has one; give --microbatch"
         if self.gemini.disk is None:
             found["gemini.durable_every"] = "without a disk, on which steps are durable; give --gemini.disk"
         return found
@@ -267,7 +271,7 @@ class TrainConfig(ParallelConfig):
                 (
                     "noise_scale",
                     "no rank has the gradient of the whole batch",
-                    "one of them",
+                    "no --noise-scale",
                 ): self.noise_scale,
                 (
                     f"optim.name={self.optim.name}",

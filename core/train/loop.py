@@ -51,7 +51,7 @@ from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
 from core.train.elastic import Run, fit_elastically
 from core.train.elastic_local import LocalRun
-from core.train.folder import changes, nothing_to_do, run_log
+from core.train.folder import nothing_to_do, run_log
 from core.train.meter import Meter
 from core.train.noise import NoiseScale
 from core.train.state import StepTally, TrainState, resume
@@ -110,8 +110,8 @@ def fit(
     state.curvature = curvature_of(parallel, optimizer, predict, config)
     _check_asynchronous(parallel, optimizer, average)
     _check_local(parallel, average)
-    if config.gemini.disk is not None and average is not None:
-        raise UserError("gemini.disk with an average of the weights: it would lie in memory whole; leave one out")
+    if average is not None:
+        parallel.keep_average(average)
     axis = data_axis(parallel.whole_mesh)
     # Every rank drew the same parameters; what it draws from now on (but dropout: `core.parallel.draws`) is that of its
     # tokens and stages.
@@ -141,12 +141,10 @@ def fit(
             stack.enter_context(parallel.asynchronous.running(optimizer, first or 0, config.optim.clip_norm))
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))
         if first is not None:
-            progress.message(f"continuing after step {first}{changes(state.loaded, state.values)}")
+            progress.message(f"continuing after step {first}{state.changed()}")
         if config.optim.plan:
             progress.message(groups_in_words(config.optim, parallel.masters))
-        ahead = Prefetch(
-            batches, axis.get_local_rank(), axis.size(), step=first or 0, pinned=parallel.device.type == "cuda"
-        )
+        ahead = Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0, device=parallel.device)
         source = stack.enter_context(ahead)
         stop = stack.enter_context(StopRequest())
         meter = Meter(parallel, config, runtime, flops_per_token)
@@ -198,7 +196,8 @@ def nothing_between(state: TrainState, config: TrainConfig) -> bool:
     """Return whether a gradient is what its update takes: not clipped, scaled, exchanged or looked at meanwhile."""
     parallel = state.parallel
     is_scaled = state.loss_scale.dynamic or state.loss_scale.factor != 1.0
-    others = state.noise, state.curvature, state.average, parallel.local, parallel.compression, parallel.coded
+    average = None if state.average is None or state.average.in_parts else state.average
+    others = state.noise, state.curvature, average, parallel.local, parallel.compression, parallel.coded
     return config.optim.clip_norm is None and not is_scaled and all(other is None for other in others)
 
 

@@ -25,12 +25,13 @@ from core.parallel.correction import CORRECTIONS
 from core.parallel.one_bit import InSigns
 from core.parallel.parallel_model import ParallelModel, Work
 from core.parallel.pipeline.schedule import SCHEDULES, ScheduleName
+from core.parallel.regroup import Read, check_form
 from core.precision import LossScale
 from core.rng import rng_state, set_rng_state
 from core.runtime import agreed
 from core.train.config import TrainConfig
 from core.train.curvature import Curvature
-from core.train.folder import checkpoint_path
+from core.train.folder import changes, checkpoint_path
 from core.train.noise import NoiseScale
 
 BUFFER = "buffer/"
@@ -79,7 +80,7 @@ class TrainState:
         self.parallel, self.optimizer, self.loss_scale, self.values = parallel, optimizer, loss_scale, values
         self.average, self.keep_frozen, self.noise = average, keep_frozen, noise
         self.curvature: Curvature | None = None
-        self.loaded: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
         self.stopping = False
         self.loss = float("nan")
         self.begun = deque[tuple[Work, StepTally]]()  # a pipeline's next steps, as far as the last one has begun them
@@ -199,7 +200,10 @@ class TrainState:
 
         def fill(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], RandomState | None]:
             nonlocal step
-            step, values, random = checkpointer.load(at, tensors)
+            local = self.parallel.local
+            reads = iter([Read(tensors)]) if local is None else local.reads(saved["local"], tensors)
+            found = [checkpointer.load(at, read.tensors, leaves=read.leaves) for read in reads]
+            step, values, random = found[0]
             return values, random
 
         self.take(fill, comm)
@@ -235,7 +239,7 @@ class TrainState:
         self._take_over(values, random)
 
     def _take_over(self, values: dict[str, Any], random: Mapping[str, Tensor | bytes] | None) -> None:
-        self.loaded = values["values"]
+        self._loaded = values["values"] | _workers(values)
         self.norms = {int(step): float(norm) for step, norm in values.get("norms", [])}
         self.loss_scale.load_state(values["loss_scale"])
         if self.average is not None:
@@ -244,6 +248,10 @@ class TrainState:
             self.noise.load_state(values["noise_scale"])
         if random is not None:
             set_rng_state(dict(random))
+
+    def changed(self) -> str:
+        """What is otherwise than when the checkpoint was made that was taken over: see `core.train.folder.changes`."""
+        return changes(self._loaded, self.values | _workers(self.record()))
 
     def _require_schedule(self, saved: dict[str, Any]) -> None:
         name, own = saved.get("schedule", "1f1b"), self.parallel.schedule_name
@@ -264,22 +272,20 @@ class TrainState:
             )
 
     def _require_rounds(self, saved: dict[str, Any]) -> None:
-        """Raises UserError for a checkpoint of other local workers."""
-        rounds, own = saved.get("local"), None if self.parallel.local is None else dict(self.parallel.local.form)
-        if rounds == own:
-            return
-        if rounds is None:
-            again = "resume it without --local.every"
-        elif own is None:
-            again = f"resume it with --local.every, on {rounds['workers']} workers"
-        else:
-            differing = [f"{name} {rounds[name]} -> {own[name]}" for name in own if own[name] != rounds.get(name)]
-            again = f"resume it as it was ({', '.join(differing)})"
-        of = "no" if rounds is None else rounds["workers"]
-        has = "none" if own is None else own["workers"]
-        raise UserError(
-            f"it is a checkpoint of {of} local workers, and this run has {has}; {again}, or begin anew with its weights"
-        )
+        """Raises UserError for a checkpoint of workers that keep other things than those of this run."""
+        rounds, local = saved.get("local"), self.parallel.local
+        if rounds is not None and local is not None:
+            check_form(rounds, local.form)
+        elif rounds is not None:
+            raise UserError(
+                f"it is a checkpoint of {rounds['workers']} local workers, and this run has none; resume it with "
+                "--local.every, or begin anew with its weights"
+            )
+        elif local is not None:
+            raise UserError(
+                f"it is a checkpoint of no local workers, and this run has {local.form['workers']}; resume it without "
+                "--local.every, or begin anew with its weights"
+            )
 
     def note_norm(self, step: int, norm: float) -> None:
         """Keep a step's norm for those whose stages clip by it (`last_norm`)."""
@@ -319,7 +325,7 @@ class TrainState:
         if record is None:
             return {}
         if compression is None or record["compress"] != compression.name:
-            own = None if compression is None else compression.name
+            own = "none" if compression is None else compression.name
             raise UserError(
                 f"it is a checkpoint of comm.compress={record['compress']}, and this run has {own}, which would lose "
                 f"what has not been sent yet; resume it with --comm.compress {record['compress']}, or begin anew with "
@@ -409,6 +415,11 @@ class StepTally:
         """The norm of the gradients that are in sums."""
         squares = float(sums[2])
         return math.sqrt(squares) if squares >= 0 else squares
+
+
+def _workers(values: Mapping[str, Any]) -> dict[str, int]:
+    """Of a `record`."""
+    return {"local workers": values["local"]["workers"]} if "local" in values else {}
 
 
 def _lateness(name: ScheduleName, stages: list[int]) -> int | list[int]:

@@ -9,13 +9,14 @@ from tests.e2e.test_pretrain import TEXT
 from tests.e2e.test_refusals import refusal
 from tests.support.command import llm, losses, metrics, summary
 
-LOCAL = ("--nproc", 2, "--recipe", "debug", "--model.num-layers", 2, "--local.every", 3, "--steps", 6)
+LOCAL = ("--recipe", "debug", "--model.num-layers", 2, "--local.every", 3, "--steps", 6)
 
 
-def test_workers_learn_and_theta_is_what_is_evaluated(tmp_path: Path) -> None:
+def test_workers_learn_others_go_on_and_theta_is_what_is_evaluated(tmp_path: Path) -> None:
     run, options = tmp_path / "run", (*LOCAL, "--local.bits", 8, "--local.fragments", 2, *TEXT)
-    llm("pretrain", *options, "--out", run, "--stop-after", 4)
-    llm("pretrain", *options, "--out", run, "--resume")
+    llm("pretrain", *options, "--nproc", 2, "--out", run, "--stop-after", 4)
+    said = llm("pretrain", *options, "--nproc", 3, "--out", run, "--resume")
+    assert "continuing after step 4, with local workers 2 -> 3" in said
     rows = metrics(run)
     assert [row["step"] for row in rows if "outer_norm" in row] == [1, 3, 4, 6]
     assert summary(run)["heldout_bits_per_byte"] > 0

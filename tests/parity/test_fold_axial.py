@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apps.fold.axial import AXIAL, read_shards, shard_evoformer
+from apps.fold.axial import AXIAL, axial_plan, read_shards, shard_evoformer
 from apps.fold.model.alphafold import AlphaFold
 from apps.fold.model.config import ModelConfig, preset, tiny
 from apps.fold.model.features import Features
@@ -35,6 +35,7 @@ from core.comm.volume import count_volume
 from core.config import UserError
 from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import pieces, shard_of, switch, transpose_
+from core.parallel.recompute import RecomputeConfig
 from core.trace.account import MemoryAccount
 from tests.support.fold import one_block, random_features, random_parameters, sent_in_training
 from tests.support.training import removed
@@ -401,27 +402,50 @@ def test_what_travels(ranks) -> None:
     assert calls["broadcast"] == 2 * 2 * blocks
 
 
-def _sent(size: int, config: ModelConfig, residues: int, every: int | None = None) -> tuple[dict, dict]:
-    """Bytes of a forward with gradients and of its backward, counted, and by the closed forms.
-
-    every  one block of so many is computed again in the backward
-    """
+def _sent(
+    size: int, config: ModelConfig, residues: int, recomputes: tuple[RecomputeConfig | None, ...] = (None,)
+) -> list[tuple[dict, dict]]:
+    """Bytes of a forward with gradients and of its backward, counted, and by the closed forms, one by one."""
     rows, extra, templates = config.max_msa, config.max_extra_msa, config.max_templates if config.templates else 0
     features = random_features(residues, rows=rows, extra=extra, templates=templates)
-    return sent_in_training(size, _model(config), features if templates else replace(features, templates=None), every)
+    features = features if templates else replace(features, templates=None)
+    return [sent_in_training(size, _model(config), features, recompute) for recompute in recomputes]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)])
 def test_training_sends_what_the_closed_forms_say(ranks, size: int) -> None:
     """Of lengths that do not divide, with templates."""
     config = replace(one_block(templates=True), num_recycles=0, max_msa=5, max_extra_msa=7, max_templates=2)
-    for counted, expected in ranks(size).run(_sent, size, config, 9):
+    for ((counted, expected),) in ranks(size).run(_sent, size, config, 9):
         assert counted == expected
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_blocks_that_are_computed_again_send_again(ranks, size: int, every: int) -> None:
-    config = replace(one_block(templates=True), num_recycles=0, max_msa=5, max_extra_msa=7, max_templates=2)
-    for counted, expected in ranks(size).run(_sent, size, config, 9, every):
-        assert counted == expected
+MODES = (
+    *(RecomputeConfig(mode) for mode in ("recursive", "full", "sqrt", "selective", "offload", "compressed")),
+    *(RecomputeConfig(mode, 2) for mode in ("full", "selective")),
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "modes"),
+    [(2, MODES[:1]), *(pytest.param(n, (mode,), marks=pytest.mark.soak) for n in (2, 3, 4) for mode in MODES)],
+)
+def test_blocks_that_are_computed_again_send_again(ranks, size: int, modes: tuple[RecomputeConfig, ...]) -> None:
+    """As often as their mode has them run, in stacks of two, three and five blocks."""
+    small = one_block(templates=True)
+    assert small.templates is not None
+    config = replace(
+        small,
+        evoformer=replace(small.evoformer, num_blocks=5),
+        extra=replace(small.extra, num_blocks=3),
+        templates=replace(small.templates, num_blocks=2),
+    )
+    config = replace(config, num_recycles=0, max_msa=5, max_extra_msa=7, max_templates=2)
+    for found in ranks(size).run(_sent, size, config, 9, modes):
+        for mode, (counted, expected) in zip(modes, found, strict=True):
+            assert counted == expected, mode
+
+
+def test_a_mode_whose_messages_nobody_knows_is_refused() -> None:
+    with pytest.raises(UserError, match=r"recompute\.mode=budget with axial parallelism: .* use full, sqrt"):
+        axial_plan(RecomputeConfig("budget", budget="1GiB"))

@@ -25,6 +25,7 @@ from apps.fold.subbatch.slices import every
 from apps.fold.weights.folder import save_folder
 from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import shard_of
+from core.parallel.recompute import RecomputeConfig
 from core.trace.account import MemoryAccount
 from tests.support.fold import random_parameters, sent_in_training
 from tests.support.original_multimer import features_of
@@ -134,17 +135,31 @@ def test_a_missing_collective_is_seen(ranks) -> None:
         assert max(off) > 1e4 * TOLERANCE, (module, collective)
 
 
-def _sent(size: int, every: int | None) -> tuple[dict, dict]:
-    config = replace(_config(), max_msa=4, max_extra_msa=3, max_templates=2)
-    return sent_in_training(size, _model(config), _features(config, torch.float32), every)
+def _sent(size: int, modes: tuple[RecomputeConfig, ...]) -> list[tuple[dict, dict]]:
+    """Of each mode, in stacks of two, three and five blocks."""
+    small = replace(_config(), max_msa=4, max_extra_msa=3, max_templates=2)
+    assert small.templates is not None
+    config = replace(
+        small,
+        evoformer=replace(small.evoformer, num_blocks=5),
+        extra=replace(small.extra, num_blocks=3),
+        templates=replace(small.templates, num_blocks=2),
+    )
+    return [sent_in_training(size, _model(config), _features(config, torch.float32), mode) for mode in modes]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("every", [pytest.param(None, marks=pytest.mark.soak), 1])
-def test_training_sends_what_the_closed_forms_say(ranks, size: int, every: int | None) -> None:
+MODES = tuple(RecomputeConfig(mode) for mode in ("recursive", "full", "sqrt", "selective", "none", "offload"))
+
+
+@pytest.mark.parametrize(
+    ("size", "modes"),
+    [(2, MODES[:1]), *(pytest.param(n, (mode,), marks=pytest.mark.soak) for n in (2, 3, 4) for mode in MODES)],
+)
+def test_training_sends_what_the_closed_forms_say(ranks, size: int, modes: tuple[RecomputeConfig, ...]) -> None:
     """Also where blocks are computed again, of 19 residues with templates."""
-    for counted, expected in ranks(size).run(_sent, size, every):
-        assert counted == expected
+    for found in ranks(size).run(_sent, size, modes):
+        for mode, (counted, expected) in zip(modes, found, strict=True):
+            assert counted == expected, mode
 
 
 def _budgets(size: int) -> tuple[int, int, int]:

@@ -1,6 +1,8 @@
 """Workers that average every so many steps: any of them is a simulation of all in one process, to 1e-10 in fp64."""
 
 from collections.abc import Mapping
+from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from core.checkpoint import CheckpointConfig, Checkpointer, read_full
 from core.checkpoint.stored import inspect
 from core.comm.volume import wire_share
 from core.config import UserError
@@ -22,6 +25,7 @@ from core.optim.schedule import ScheduleConfig, learning_rate
 from core.optim.sgd import SgdConfig
 from core.parallel.local import LocalTraining, LocalTrainingConfig
 from core.parallel.pipeline.schedule import PipelineConfig
+from core.parallel.regroup import ERRORS
 from core.runtime import start
 from core.train import TrainConfig, fit
 from tests.support.small import Rows, Small, build, config_of, loss, train
@@ -102,7 +106,7 @@ class Simulation:
         self.fragments = [[n for n, place in zip(begin, of, strict=True) if place == p] for p in range(number)]
         self.items = [[0.0] * num_workers for _ in self.fragments]
         self.arriving: dict[int, tuple[int, Sent]] = {}
-        self.errors: dict[tuple[int, int], Tensor | float] = {}
+        self.errors: dict[tuple[int, int], Tensor] = {}  # of a fragment: each worker's, and that of the sum under -1
 
     def gradients(self, worker: int, step: int) -> tuple[float, list[Tensor]]:
         """Items and gradients of a worker's rows, those of several ranks."""
@@ -122,9 +126,34 @@ class Simulation:
             group["lr"] = learning_rate(step, STEPS, rate, SCHEDULE)
         self.optimizers[worker].step()
 
-    def run(self, last: int = STEPS) -> "Simulation":
+    @torch.no_grad()
+    def regrouped(self, n: int, ranks: int) -> "Simulation":
+        """n workers that go on: worker v in v mod n, and new ones at theta, with the first one's optimizer."""
+        found = Simulation(self.theta, self.given, n, ranks)
+        found.momentum, found.arriving, found.rows = self.momentum, self.arriving, self.rows
+        found.errors = {(place, -1): error for (place, worker), error in self.errors.items() if worker < 0}
+        for worker, model in enumerate(found.models):
+            of = range(worker, self.n, n)
+            found.optimizers[worker].load_state_dict(deepcopy(self.optimizers[worker if of else 0].state_dict()))
+            for place, names in enumerate(self.fragments):
+                items = [self.items[place][v] for v in of]
+                found.items[place][worker] = sum(items)
+                if any((place, v) in self.errors for v in of):
+                    found.errors[place, worker] = torch.stack([self.errors[place, v] for v in of]).sum(0)
+                for v, own in zip(of, items, strict=True):
+                    share = own / sum(items) if sum(items) else 1 / len(of)
+                    for name in names:
+                        model.get_parameter(name).sub_(share * (self.theta[name] - self.models[v].get_parameter(name)))
+        if n == 1:  # sends nothing
+            for (place, _), error in found.errors.items():
+                for name, piece in self.pieces(place, error).items():
+                    found.models[0].get_parameter(name).sub_(piece)
+            found.errors = {}
+        return found
+
+    def run(self, last: int = STEPS, first: int = 0) -> "Simulation":
         local = self.given.local
-        for step in range(last):
+        for step in range(first, last):
             found = [self.gradients(worker, step) for worker in range(self.n)]
             if step < local.start:
                 total = sum(n for n, _ in found)
@@ -161,32 +190,35 @@ class Simulation:
             self.rows.append(row)
 
     def send(self, place: int) -> Sent:
-        names, shares = self.fragments[place], [n / sum(self.items[place]) for n in self.items[place]]
+        names, shares = self.fragments[place][::-1], [n / sum(self.items[place]) for n in self.items[place]]
         self.items[place] = [0.0] * self.n
-        names = names[::-1]  # messages are in the order of the backward
         values = [dict(model.named_parameters()) for model in self.models]
         ways = [torch.cat([(self.theta[name] - own[name]).flatten() for name in names]) for own in values]
         square = sum(a * float(way @ way) for a, way in zip(shares, ways, strict=True))
         mean = self.added(place, [a * way for a, way in zip(shares, ways, strict=True)])
-        pieces = mean.split([self.theta[name].numel() for name in names])
-        return Sent({n: piece.view_as(self.theta[n]) for n, piece in zip(names, pieces, strict=True)}, square)
+        return Sent(self.pieces(place, mean), square)
+
+    def pieces(self, place: int, flat: Tensor) -> dict[str, Tensor]:
+        """Of a fragment's message, which is in the order of the backward."""
+        names = self.fragments[place][::-1]
+        split = flat.split([self.theta[name].numel() for name in names])
+        return {name: piece.view_as(self.theta[name]) for name, piece in zip(names, split, strict=True)}
 
     def added(self, place: int, given: list[Tensor]) -> Tensor:
         code, size, total = self.given.local.code, given[0].numel(), torch.stack(given).sum(0)
         if code is None or self.n == 1:
             return total
-        feeds_back = self.given.local.error_feedback
         num_blocks = -(-size // (code.block * self.n)) * self.n
-        blocks, is_own = [], (torch.arange(num_blocks * code.block) < size).view(-1, code.block)
-        for worker, own in enumerate(given):
+
+        def coded(key: int, own: Tensor) -> Tensor:
+            own = own + self.errors.get((place, key), 0.0)
             padded = torch.nn.functional.pad(own, (0, num_blocks * code.block - size)).view(-1, code.block)
-            padded = padded + self.errors.get((place, worker), 0.0)
-            blocks.append(code.decode(code.encode(padded), own.dtype))
-            self.errors[place, worker] = is_own * (padded - blocks[-1]) if feeds_back else 0.0
-        whole = is_own * (torch.stack(blocks).sum(0) + self.errors.get((place, -1), 0.0))
-        found = code.decode(code.encode(whole), total.dtype)
-        self.errors[place, -1] = is_own * (whole - found) if feeds_back else 0.0
-        return found.flatten()[:size]
+            found = code.decode(code.encode(padded), own.dtype).flatten()[:size]
+            if self.given.local.error_feedback:
+                self.errors[place, key] = own - found
+            return found
+
+        return coded(-1, torch.stack([coded(worker, own) for worker, own in enumerate(given)]).sum(0))
 
     def take(self, sent: Sent, mix: float) -> Sent:
         local = self.given.local
@@ -214,9 +246,17 @@ def config(out: Path, local: LocalTrainingConfig = DILOCO, optim: Any = ADAMW, *
 
 def same_as_simulated(ranks: Any, given: TrainConfig, size: int, num_workers: int, data_ranks: int) -> None:
     found: list[Found] = ranks(size).run(run, given)
-    begin = {name: value for each in found for name, value in each.begin.items()}  # also of a run that goes on
-    simulated = Simulation(begin, given, num_workers, data_ranks).run()
-    assert {each.worker for each in found} == set(range(num_workers))
+    begin = begun(found)
+    compare(found, Simulation(begin, given, num_workers, data_ranks).run(), begin, given)
+
+
+def begun(found: list[Found]) -> dict[str, Tensor]:
+    """What a run began with, also one that goes on."""
+    return {name: value for each in found for name, value in each.begin.items()}
+
+
+def compare(found: list[Found], simulated: Simulation, begin: Mapping[str, Tensor], given: TrainConfig) -> None:
+    assert {each.worker for each in found} == set(range(simulated.n))
     for each in found:
         assert difference(each.outer, simulated.theta, begin) <= TOLERANCE
         assert difference(each.end, simulated.theta, begin) <= TOLERANCE  # the last step ends a round
@@ -353,6 +393,94 @@ def test_resumed_on_another_mesh_inside_its_workers(ranks, tmp_path: Path) -> No
     same_as_simulated(ranks, config(tmp_path, mesh=MeshConfig(tp=2), resume="auto"), 4, 2, 2)
 
 
+TWO_OF_ONE, THREE_OF_ONE = (2, 2, 2, {}), (3, 3, 3, {})
+TWO_OF_TP, ONE_OF_SHARDS = (
+    (4, 2, 2, {"mesh": MeshConfig(tp=2)}),
+    (2, 1, 2, {"zero": 1, "mesh": MeshConfig(dp_replicate=1)}),
+)
+TWO_OF_SHARDS, FOUR_OF_ONE = (4, 2, 4, {"zero": 3, "mesh": MeshConfig(dp_replicate=2)}), (4, 4, 4, {})
+STREAMING = replace(DILOCO, fragments=2, overlap=2, bits=2)
+
+
+def same_as_regrouped(ranks: Any, out: Path, stop: int, local: LocalTrainingConfig, before: Any, now: Any) -> None:
+    size, workers, data, options = before
+    given = config(out, local, **options)
+    ranks(size).run(run, replace(given, stop_after=stop))
+    size, others, other_data, options = now
+    found: list[Found] = ranks(size).run(run, config(out, local, resume="auto", **options))
+    begin = begun(found)
+    simulated = Simulation(begin, given, workers, data).run(last=stop).regrouped(others, other_data)
+    compare(found, simulated.run(first=stop), begin, given)
+
+
+@pytest.mark.parametrize(
+    ("stop", "local", "before", "now"),
+    [
+        (5, replace(DILOCO, bits=2), THREE_OF_ONE, TWO_OF_ONE),
+        (4, STREAMING, TWO_OF_ONE, THREE_OF_ONE),
+        (6, DILOCO, TWO_OF_TP, THREE_OF_ONE),
+        (5, STREAMING, TWO_OF_ONE, ONE_OF_SHARDS),
+    ],
+)
+def test_other_workers_that_go_on_are_simulated(
+    ranks, tmp_path: Path, stop: int, local: LocalTrainingConfig, before: Any, now: Any
+) -> None:
+    """More and fewer, within a round, at its end, with averages on their way, and with other meshes inside."""
+    same_as_regrouped(ranks, tmp_path, stop, local, before, now)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stop", [1, 3, 4, 5])
+@pytest.mark.parametrize("local", [replace(DILOCO, start=2), replace(STREAMING, bits=None), STREAMING])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (FOUR_OF_ONE, ONE_OF_SHARDS),
+        (FOUR_OF_ONE, TWO_OF_TP),
+        (TWO_OF_SHARDS, THREE_OF_ONE),
+        (ONE_OF_SHARDS, FOUR_OF_ONE),
+        (FOUR_OF_ONE, THREE_OF_ONE),
+    ],
+)
+def test_any_workers_that_go_on_are_simulated(
+    ranks, tmp_path: Path, stop: int, local: LocalTrainingConfig, before: Any, now: Any
+) -> None:
+    same_as_regrouped(ranks, tmp_path, stop, local, before, now)
+
+
+def taken_over(given: TrainConfig, into: Path) -> None:
+    """What a run is that has just gone on, as a checkpoint."""
+    with start("cpu", given.seed):
+        state = build(given)
+        mesh, saving = state.parallel.whole_mesh, CheckpointConfig(asynchronous=False)
+        with closing(Checkpointer(given.out / "checkpoints", saving, mesh)) as loads:
+            step = state.load(loads, None)
+        with closing(Checkpointer(into, saving, mesh)) as saves:
+            state.save(saves, step)
+
+
+def what_theta_depends_on(path: Path, num_workers: int) -> dict[str, Tensor]:
+    """name -> sum of items (theta - theta_w) in a round, and of the errors of few bits."""
+    stored, found = read_full(path), {}
+    for name in (name.removeprefix("outer/momentum/") for name in stored if name.startswith("outer/momentum/")):
+        workers = [f"worker/{worker}/" for worker in range(num_workers)]
+        ways = [stored[f"{w}rounds"][0, 0] * (stored[f"model/{name}"] - stored[f"{w}model/{name}"]) for w in workers]
+        found[f"way {name}"] = torch.stack(ways).sum(0)
+        found[f"error {name}"] = torch.stack([stored[f"{w}{e}{name}"] for w in workers for e in ERRORS]).sum(0)
+    return found
+
+
+def test_ways_and_errors_of_workers_that_are_gone_go_to_the_others(ranks, tmp_path: Path) -> None:
+    given = config(tmp_path, replace(DILOCO, every=2, bits=2))
+    ranks(3).run(run, replace(given, stop_after=5))
+    before = what_theta_depends_on(tmp_path / "checkpoints", 3)
+    ranks(2).run(taken_over, given, tmp_path / "by-2")
+    after = what_theta_depends_on(tmp_path / "by-2", 2)
+    for name, value in before.items():
+        assert value.norm() > 1e-6, name
+        assert float((after[name] - value).norm() / value.norm()) < 1e-12, name
+
+
 def test_a_checkpoint_is_of_theta_and_an_evaluation_too(ranks, tmp_path: Path) -> None:
     given = config(tmp_path, replace(DILOCO, every=4), evaluate_every=3, stop_after=6)
     found: list[Found] = ranks(2).run(run, given, 0.0, True)
@@ -368,8 +496,10 @@ def test_a_checkpoint_is_of_theta_and_an_evaluation_too(ranks, tmp_path: Path) -
         assert {f"model/{name}", f"outer/momentum/{name}", f"worker/1/model/{name}"} <= names
     said = ranks(2).run(refused, replace(given, local=LocalTrainingConfig(), resume="auto"))[0]
     assert "a checkpoint of 2 local workers, and this run has none; resume it with --local.every" in said
-    said = ranks(3).run(refused, replace(given, resume="auto"))[0]
-    assert "and this run has 3; resume it as it was (workers 2 -> 3)" in said
+    other = replace(DILOCO, every=4, outer_momentum=0.0, fragments=2)
+    said = ranks(2).run(refused, replace(given, local=other, resume="auto"))[0]
+    assert "with an outer momentum and 1 fragment, and this run has no outer momentum and 2 fragments" in said
+    assert said.endswith("with --local.outer-momentum 0.9 and --local.fragments 1, or begin anew with its weights")
 
 
 def refused(given: TrainConfig) -> str:

@@ -558,6 +558,20 @@ MUTATIONS = [
         f"{KFAC}::test_kfac_of_parts_of_rows_is_that_of_one_rank[tp]",
     ),
     mutation(
+        "backwards by blocks begin with the last microbatch",
+        "core/gemini/vertical.py",
+        "for block in reversed(range(last)) for number in numbers]",
+        "for block in reversed(range(last)) for number in reversed(numbers)]",
+        "tests/unit/gemini/test_vertical.py::test_it_learns_what_it_learns_without_offload[host-adamw-three-0.7]",
+    ),
+    mutation(
+        "gradients by blocks take the place of parameters that are read again",
+        "core/gemini/hooks.py",
+        "if chunk in self.kept:",
+        "if False:",
+        "tests/unit/gemini/test_vertical.py::test_reads_are_those_of_the_plan_and_fall_with_the_microbatches",
+    ),
+    mutation(
         "a look of K-FAC leaves a budget's chunks in use",
         "core/gemini/replicas.py",
         "finally:\n            self.hooks.give_up()\n\n    @contextmanager\n    def foreseen",

@@ -3,6 +3,7 @@
 PROGRAM is the colabfold_batch of an environment of its own (pip install 'colabfold[alphafold]'). It searches for
 proteins, complexes and templates in each of its modes, makes its features of what it gets (--msa-only: without weights
 it folds nothing), and takes the A3M files of `fold msa --server`. A line for each run that ends as it should.
+colabfold_structure.py goes on to structures, by weights that it makes.
 """
 
 import os
@@ -52,9 +53,9 @@ def options(folder: Path) -> dict[str, Any]:
     return more | {"api_key_file": folder / "keys"}
 
 
-def run(program: str, given: Path, out: Path, url: str, mode: str) -> str:
+def run(program: str, given: Path, out: Path, url: str, *options: str) -> str:
     """What the program says, by its own log."""
-    words = [program, "--msa-only", "--host-url", url, *mode.split(), str(given), str(out)]
+    words = [program, "--host-url", url, *options, str(given), str(out)]
     done = subprocess.run(words, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False)
     said = (out / "log.txt").read_text() if (out / "log.txt").exists() else ""
     wrong = _WRONG.search(said)
@@ -79,7 +80,7 @@ def main(program: str, *modes: str) -> None:
             url = server.url.replace("//", f"//anyone:{KEY}@")
             for number, mode in enumerate(modes or MODES):
                 out = folder / f"out{number}"
-                said = run(program, given, out, url, mode)
+                said = run(program, given, out, url, "--msa-only", *mode.split())
                 there = {path.stem for path in out.glob("*.a3m")}
                 assert there == set(RECORDS), there
                 depths = {name: len(rows(out / f"{name}.a3m")) for name in RECORDS}
@@ -88,7 +89,7 @@ def main(program: str, *modes: str) -> None:
                 print(f"colabfold_batch {mode or 'as it is'}: rows {depths}", flush=True)
             _compare(folder, given, server)
             for name in ("copies", "several"):
-                run(program, folder / "ours" / f"{name}.a3m", folder / "again", url, "")
+                run(program, folder / "ours" / f"{name}.a3m", folder / "again", url, "--msa-only")
             print("colabfold_batch takes the A3M of a complex that fold msa --server writes", flush=True)
 
 

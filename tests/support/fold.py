@@ -264,17 +264,15 @@ def hhr_text(query: str, hits: list[tuple[str, str, str, int, int, float]]) -> s
     return "\n".join(["", *lines][1:]) + "\n"
 
 
-def sent_in_training(size: int, model: AlphaFold, features: Features, every: int | None) -> tuple[dict, dict]:
-    """Bytes that a rank of `size` sends in a forward with gradients and its backward, counted, and by closed forms.
-
-    every  one block of so many is computed again in the backward; None: none is
-    """
-    mesh, plan = build_mesh(MeshConfig(tp=size).resolve(size), "cpu"), axial_plan(every)
+def sent_in_training(
+    size: int, model: AlphaFold, features: Features, recompute: RecomputeConfig | None = None
+) -> tuple[dict, dict]:
+    """Bytes that a rank of `size` sends in a forward with gradients and its backward, counted, and by closed forms."""
+    mesh, plan = build_mesh(MeshConfig(tp=size).resolve(size), "cpu"), axial_plan(recompute)
     model = model.float()
     expected = microbatch_bytes(model, plan, mesh, 1, features.aatype_BN.shape[1], Widths(4, 4))
     shard_evoformer(model, mesh["tp"])
-    if every is not None:
-        apply_recompute(model, RecomputeConfig("full", every))
+    apply_recompute(model, recompute or RecomputeConfig())
     with count_volume(mesh) as volume:
         found = model([features])
         logits = [x for x in vars(found.logits).values() if x is not None]

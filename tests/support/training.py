@@ -22,6 +22,7 @@ from core.mesh import MeshConfig, build_mesh, data_axis
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import decoder_plan
 from core.nn.attention import StepContext
+from core.optim.average import WeightAverage, ramp
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.prediction import Prediction
 from core.optim.schedule import ScheduleConfig
@@ -56,11 +57,13 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     budget: str | None = None
     policy: Any = "auto"
+    order: Any = "auto"
     planned: bool = False
     host: str | None = None
     disk: Path | None = None
     clip: float | None = CLIP
     segments: Segments | None = None
+    average: float | None = None
 
 
 def batch_of(case: Case, step: int) -> dict[str, torch.Tensor]:
@@ -98,7 +101,8 @@ class _Config(TrainConfig):
 def build(case: Case) -> tuple[TrainState, TrainConfig]:
     """The model of a case on this rank's mesh, with its optimizer."""
     config = _Config(
-        **vars(case.parallel) | {"gemini": GeminiConfig(case.budget, case.policy, host=case.host, disk=case.disk)},
+        **vars(case.parallel)
+        | {"gemini": GeminiConfig(case.budget, case.policy, case.order, host=case.host, disk=case.disk)},
         mesh=case.mesh,
         steps=case.steps,
         microbatch=case.microbatch,
@@ -123,7 +127,11 @@ def build(case: Case) -> tuple[TrainState, TrainConfig]:
     optimizer = build_optimizer(config.optim, parallel.masters)
     sizes = config.microbatch_rows(case.batch // data_axis(mesh).size())
     parts = [{k: v[:rows] for k, v in batch_of(case, 0).items()} for rows in sizes]
-    state = TrainState(parallel, optimizer, LossScale(config.precision), {})
+    average = None
+    if case.average is not None:
+        average = WeightAverage(parallel.masters, ramp(case.average), empty_like=parallel.empty_like)
+        parallel.keep_average(average)
+    state = TrainState(parallel, optimizer, LossScale(config.precision), {}, average)
     state.curvature = curvature_of(parallel, optimizer, predicted, config)
     parallel.updates_as_final = nothing_between(state, config)
     parallel.prepare(
@@ -171,6 +179,8 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
             losses.append(train_step(state, mine, loss, weight, config, step, following=following)["loss"])
     losses.append(evaluated(state, batches[-1]))
     found = {"losses": losses, "start": start, "displacement": moved_since(start, state.parallel.masters)}
+    if state.average is not None:
+        found["averages"] = {name: average.clone() for name, average in state.average.tensors.items()}
     return found if case.budget is None else found | moved(state.parallel)
 
 

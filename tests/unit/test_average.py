@@ -44,12 +44,25 @@ def test_within_in_place_the_masters_hold_it() -> None:
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=F64))
     average, published = WeightAverage({"p": p}, unbiased(0.8)), []
     _followed(average, p)
-    before = p.detach().clone()
+    before, own = p.detach().clone(), average.tensors["p"].clone()
     with average.in_place(lambda: published.append(p.detach().clone())):
-        assert torch.equal(p, average.tensors["p"])
+        assert torch.equal(p, own)
+        assert torch.equal(average.tensors["p"], before)
     assert torch.equal(p, before)
+    assert torch.equal(average.tensors["p"], own)
     assert torch.equal(published[0], average.tensors["p"])
     assert torch.equal(published[1], before)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 3)])
+def test_all_of_it_changes_places(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.optim.average.EXCHANGED_ELEMENTS", 4)
+    p = torch.nn.Parameter(torch.randn(shape, dtype=F64))
+    average = WeightAverage({"p": p}, unbiased(0.8))
+    master, own = p.detach().clone(), average.tensors["p"].normal_().clone()
+    average.exchange(["p"])
+    assert torch.equal(p, own)
+    assert torch.equal(average.tensors["p"], master)
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])

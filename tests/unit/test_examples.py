@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from apps.llm.config import check_combination
-from apps.llm.recipes import RECIPES
+from apps.llm.recipes import RECIPES, default_recipe
 from core.config import parse
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -131,3 +131,14 @@ def test_the_page_names_every_example_and_its_shell_blocks_parse() -> None:
     for block in blocks:
         done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
         assert done.returncode == 0, f"{done.stderr}\n{block}"
+
+
+@pytest.mark.parametrize("page", ["slow_networks", "local_training", "elastic"])
+def test_commands_of_messages_could_run_and_get_to_what_they_show(page: str) -> None:
+    commands = re.findall(r"^megalith llm pretrain ([^#\n]*)", (DOCS / f"{page}.md").read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        words = shlex.split(command)
+        config = parse(RECIPES, words, "llm pretrain", default=default_recipe(words))
+        check_combination(config)
+        assert max(config.local.start + config.local.every, config.comm.start + 1) <= config.steps, command

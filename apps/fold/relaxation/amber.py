@@ -53,6 +53,14 @@ def find_openmm() -> Packages:
     return Packages(openmm, app, unit, pdbfixer.PDBFixer)
 
 
+def lone_residue(structure: Structure) -> str | None:
+    """What is to be said of a residue that AMBER99SB does not know, being bonded to no other; None without any."""
+    lone = ~structure.follows_N & ~np.append(structure.follows_N[1:], False)
+    if not lone.any():
+        return None
+    return f"residue {int(np.argmax(lone)) + 1} is bonded to no other, and AMBER99SB knows no such residue"
+
+
 class Amber:
     """See `apps.fold.relaxation.protocol.Minimizer`.
 
@@ -63,12 +71,8 @@ class Amber:
 
     def __init__(self, structure: Structure, limit: Limit, platform: str = "CPU"):
         self._packages = find_openmm()
-        lone = ~structure.follows_N & ~np.append(structure.follows_N[1:], False)
-        if lone.any():
-            raise UserError(
-                f"residue {int(np.argmax(lone)) + 1} is bonded to no other, and AMBER99SB knows no such residue; give "
-                "--method violations, or leave it out"
-            )
+        if (lone := lone_residue(structure)) is not None:
+            raise UserError(f"{lone}; give --method violations, or leave it out")
         self._structure, self.placed_NA = structure, residues.ATOM14_MASK[structure.aatype_N]
         openmm, found = self._packages.openmm, _platform(self._packages.openmm, platform)
         made = within(limit, partial(_complete, self._packages, structure, platform, limit.clock), "placing atoms")

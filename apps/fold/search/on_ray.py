@@ -277,7 +277,8 @@ class Nodes(Generic[S]):
         if not hosts:
             return "no node of Ray's is alive"
         if any(self.holds(node, part) for node in hosts):
-            size = f"{self._cluster.cores} cores and {in_words(self._cluster.memory)}"
+            cores = f"{self._cluster.cores} core{'s' * (self._cluster.cores > 1)}"
+            size = f"{cores} and {in_words(self._cluster.memory)}"
             return f"no node of Ray's that holds {name} has {size} for a search; give fewer --threads or less --memory"
         reasons = {f"{host}: {self._answers[node].reason(name)}" for node, host in hosts.items()}
         return f"no node of Ray's holds {job.shard.file} as it is here; {'; '.join(sorted(reasons))}"

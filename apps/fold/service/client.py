@@ -66,7 +66,8 @@ class Service:
         asked = [record for record in records if not self.kept(record).exists()]
         if asked:
             residues = sum(len(sequence) for record in asked for sequence in _distinct(record))
-            many = f"{len(asked)} of {len(records)} records" if len(asked) < len(records) else f"{len(asked)} records"
+            many = f"{len(asked)} of {len(records)}" if len(asked) < len(records) else f"{len(asked)}"
+            many += f" record{'s' * (len(records) > 1)}"
             print(f"note: the sequences of {many} ({residues} residues) are sent to {self.url}", file=sys.stderr)
 
     def kept(self, record: Record) -> Path:
@@ -119,20 +120,6 @@ class Service:
                 look = min(1.5 * look, _LONGEST_LOOK_S)
                 answer = self._server.ask(f"ticket/{_quoted(answer)}")
         return _unpacked(self._server.download(f"result/download/{_quoted(answer)}"), f"the answer of {self.url}")
-
-
-def read_key(path: Path | None) -> str | None:
-    """The first line of a key's file.  Raises UserError where there is none."""
-    if path is None:
-        return None
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the key from {path} ({error})") from None
-    key = lines[0].strip()
-    if not key or not (key.isascii() and key.isprintable()):
-        raise UserError(f"{path} holds no key; put one, of printable ASCII characters, into its first line")
-    return key
 
 
 def _distinct(record: Record) -> list[str]:

@@ -5,17 +5,12 @@
 2. a server that refuses (401, 403), redirects, speaks something else, or has a certificate that is not trusted, is
    given up at once; none that was given up is asked again, by any thread
 3. an answer has limits of time and of size
-
-httpx takes proxies and certificates' authorities from the environment (HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE, …).
 """
 
 import json
 import random
-import re
-import ssl
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +19,7 @@ import httpx2
 
 from apps.fold.service.protocol import said
 from core.config import UserError, in_words
+from core.web.client import address, client_of, said_of, untrusted
 
 _TRIES = 6
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -53,24 +49,19 @@ class Connection:
     """
 
     def __init__(self, url: str, key: str | None, sleep: Callable[[float], None] = time.sleep):
-        self.url, login = _address(url)
+        self.url, login = address(url, "http://127.0.0.1:8080")
         self._sleep = sleep
         self._given_up, self._lock = "", threading.Lock()
         headers = {"User-Agent": "megalith/0.1 fold", "Accept": "application/json, application/octet-stream"}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            self._client = httpx2.Client(
-                headers=headers,
-                auth=login if key is None else None,
-                timeout=_TIMEOUT_S,
-                limits=httpx2.Limits(max_keepalive_connections=0),  # requests are seconds apart
-                follow_redirects=False,  # a key is sent to the address that the user gave, and to no other
-            )
-        except (ValueError, ImportError, OSError, httpx2.InvalidURL) as error:
-            raise UserError(
-                f"cannot ask {self.url} ({error}); mend HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE"
-            ) from None
+        self._client = client_of(
+            self.url,
+            headers=headers,
+            auth=login if key is None else None,
+            timeout=_TIMEOUT_S,
+            limits=httpx2.Limits(max_keepalive_connections=0),  # requests are seconds apart
+        )
 
     def ask(self, path: str, form: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The JSON object, which has a status, that answers GET, or, with a form, POST.
@@ -101,10 +92,9 @@ class Connection:
             try:
                 answer = self._asked(path, form, most_bytes)
             except httpx2.RequestError as error:
-                if found := _untrusted(error):
-                    raise self._give_up(f"its certificate is not trusted ({found}), nor by SSL_CERT_FILE") from None
-                what = "the proxy: " if isinstance(error, httpx2.ProxyError) else ""
-                reason = f"{what}{error}" if str(error) else type(error).__name__
+                if found := untrusted(error):
+                    raise self._give_up(found) from None
+                reason = said_of(error)
                 continue
             if answer.status == 200:
                 return answer
@@ -149,36 +139,8 @@ class Connection:
         return GivenUp(self._given_up)
 
 
-def _address(url: str) -> tuple[str, tuple[str, str] | None]:
-    """The address without what stands behind its path, and the name and the password in it.
-
-    Raises UserError for what is none.
-    """
-    try:
-        parts = urllib.parse.urlsplit(url)
-        host, _ = (parts.hostname or "").encode("idna"), parts.port  # which raise ValueError where there is none such
-        is_address = parts.scheme in ("http", "https") and bool(host) and bool(httpx2.URL(url).host)
-    except (ValueError, httpx2.InvalidURL):
-        is_address = False
-    if not is_address:
-        shown = re.sub(r"//[^/]*@", "//", url)
-        raise UserError(f"{shown} is no address of a server; give one such as http://127.0.0.1:8080")
-    name, password = (urllib.parse.unquote(part or "") for part in (parts.username, parts.password))
-    cleaned = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
-    return cleaned, (name, password) if name or password else None
-
-
 def _kind(path: str) -> str:
     return path.partition("/")[0]
-
-
-def _untrusted(error: BaseException | None) -> str:
-    """What is wrong with a certificate; empty where something else is."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return error.verify_message
-        error = error.__cause__ or error.__context__
-    return ""
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -126,6 +126,11 @@ class FoldTrainConfig(TrainConfig):
                 raise UserError(f"{name}={getattr(self, name)}; give the number of {what}, at least 1")
         if self.axial > 1:
             self._check_axial()
+        if self.recompute.mode == "budget":
+            raise UserError(
+                "recompute.mode=budget: of the commands only those of megalith llm choose what is computed again; use "
+                "--recompute.mode full, sqrt or recursive"
+            )
         if self.average is not None and not 0 <= self.average < 1:
             raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
         if self.learns == "confidence" and self.is_preset:
@@ -248,7 +253,7 @@ def plan_of(config: FoldTrainConfig) -> Plan:
     """How the model is spread, beside data parallelism."""
     if config.axial == 1:
         return {}
-    return axial_plan(config.recompute.every if config.recompute.mode == "full" else None)
+    return axial_plan(config.recompute)
 
 
 def check_combination(config: FoldTrainConfig) -> MeshConfig:

@@ -65,6 +65,7 @@ class FoldTrainPlanConfig(PlannedRun, FoldTrainConfig):
         if self.gemini.figure is not None:
             found["gemini.figure"] = "in a plan, which does not draw it; leave it out"
         found["gemini.durable_every"] = "in a plan, which is of steps that are all made durable; leave it out"
+        found["gemini.order"] = "in a plan, which is of a step of one microbatch; leave it out"
         return found
 
 
@@ -185,7 +186,7 @@ def _show_budget(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConf
     rows = max(config.microbatch_rows(config.data.global_batch // mesh.data_ranks))
     loss = _loss(config, model, rows, min(2, model.num_recycles + 1))
     made = _network(config, model), loss, mesh, config, config.speed, 1e9 * config.bandwidth_gb_s, plan_of(config)
-    found = estimate_budget(*made, optimizer=config.optim)
+    found = estimate_budget(*made, optimizer=config.optim, averaged=config.average is not None)
     kinds = {
         "messages between ranks": found.messages_bytes,
         "fullest moment of Gemini's plan": found.plan.device_peak_bytes,

@@ -41,7 +41,7 @@ def validation(
     def evaluate(network: nn.Module) -> Mapping[str, float]:
         if average is None:
             return _mean(network)
-        with average.in_place(parallel.publish):
+        with parallel.showing(average):
             return _mean(network)
 
     def _mean(network: nn.Module) -> Mapping[str, float]:

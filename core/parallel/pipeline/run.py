@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from core.comm.coded_rows import RowCode
 from core.compat import tree_flatten, tree_leaves, tree_unflatten
 from core.config import UserError
 from core.parallel.data import DataParallel
-from core.parallel.parallel_model import ParallelModel, Sample
+from core.parallel.parallel_model import FollowsMasters, ParallelModel, Sample
 from core.parallel.pipeline.backward import SplitBackward
 from core.parallel.pipeline.foreseen import ForeseenStep
 from core.parallel.pipeline.messages import MOST_UNFINISHED, Exchange, Meeting, Message, with_messages
@@ -61,7 +61,7 @@ Key = tuple[bool, int, int]
 
 
 @dataclass
-class _Held:
+class Held:
     """A forward's results that the backward of a microbatch on a stage needs.
 
     output  the loss, on the last stage; elsewhere the end of the graph alone: the activation itself goes when it has
@@ -93,8 +93,7 @@ class Pipeline(ParallelModel):
         self.masters = {n: m for n, m in inner.masters.items() if stages.shared.get(n, [self.rank])[0] == self.rank}
         self.observe: Callable[[Action, float, float], None] | None = None
         self._shapes: dict[tuple[int, Any, int], Form] = {}  # by cut, microbatch's shapes, and the other rank
-        of = {names[0]: {stages.split.stage_of(name) for name in names} for names in parameter_names(self.model)}
-        self._names = {stage: frozenset(n for n in of if stage in of[n]) for stage in stages.own}
+        self._names = names_of_stages(self.model, stages)
         stages.evaluate = self._evaluate
         stages.leave_before_the_loss()
         # NCCL wants all ranks of a group in its first message, and stages talk to their neighbours only.
@@ -127,6 +126,16 @@ class Pipeline(ParallelModel):
     def prepare(self, optimizer: torch.optim.Optimizer, sample: Sample | None) -> None:
         self.inner.prepare(optimizer, None if sample is None else lambda: [ForeseenStep(self, sample())])
         self.durable = self.inner.durable
+
+    def empty_like(self, master: Tensor) -> Tensor:
+        return self.inner.empty_like(master)
+
+    def keep_average(self, average: FollowsMasters) -> None:
+        self.inner.keep_average(average)
+
+    def showing(self, average: FollowsMasters) -> AbstractContextManager[None]:
+        # On a disk no stage shares a parameter, whose copies elsewhere take over the master's value.
+        return super().showing(average) if self.durable is None else self.inner.showing(average)
 
     def close(self) -> None:
         self.inner.close()
@@ -355,7 +364,7 @@ class PipelineStep:
         self.microbatches = dict[int, Any](enumerate(microbatches))
         self.signatures = dict[int, Any](enumerate(self.signatures_of(microbatches)))
         self.total = torch.zeros((), dtype=torch.float64, device=pipeline.mesh.device_type)
-        self.held: dict[tuple[int, int], _Held] = {}
+        self.held: dict[tuple[int, int], Held] = {}
         self.passed: dict[Key, Parcel] = {}  # results of this rank that a stage waits for, here or elsewhere
         self.coming: dict[Key, tuple[Parcel, Form, list[dist.Work]]] = {}
         self.sent: list[tuple[list[dist.Work], Parcel]] = []
@@ -398,7 +407,7 @@ class PipelineStep:
         """Whether gradients of the step are complete on this rank when it ends."""
         return action == self.last
 
-    def _forward(self, action: Action) -> _Held:
+    def _forward(self, action: Action) -> Held:
         stage, microbatch = action.stage, action.microbatch
         received, *added = self._take((True, stage - 1, microbatch)) if stage else (None,)
         with self.stages.computing(stage, received if received is None else received.requires_grad_(), *added):
@@ -408,15 +417,15 @@ class PipelineStep:
                 output = check_activation(end.activation)
                 self.passed[True, stage, microbatch] = (output.detach(), *_added(self.stages.carried, output.device))
                 end_of_graph = get_gradient_edge(output) if output.requires_grad else output
-                return _Held(end_of_graph, self.stages.entrance, self.stages.carried)
-            held = _Held(value, self.stages.entrance, self.stages.carried, self.stages.exit)
+                return Held(end_of_graph, self.stages.entrance, self.stages.carried)
+            held = Held(value, self.stages.entrance, self.stages.carried, self.stages.exit)
         assert stage == self.of.num_stages - 1, f"the loss of stage {stage} was computed without calling the model"
         self.total += value.detach()
         if self.scale != 1.0:
             held.output = value * self.scale
         return held
 
-    def _gradient(self, action: Action, held: _Held) -> Tensor | None:
+    def _gradient(self, action: Action, held: Held) -> Tensor | None:
         """The gradient that the next stage sent of this one's output; None on the last, whose output is the loss."""
         if action.stage == self.of.num_stages - 1:
             return None
@@ -425,7 +434,7 @@ class PipelineStep:
             held.carried.grad = of_loss[0][0]
         return gradient
 
-    def _backward(self, action: Action, held: _Held) -> None:
+    def _backward(self, action: Action, held: Held) -> None:
         gradient = self._gradient(action, held)
         if isinstance(held.output, GradientEdge) or held.output.requires_grad:
             with self._backward_of(action, last=self.is_last(action)):
@@ -435,7 +444,7 @@ class PipelineStep:
             found = held.entrance.grad
             self._pass_gradient(action, held, torch.zeros_like(held.entrance) if found is None else found)
 
-    def _input(self, action: Action, held: _Held) -> None:
+    def _input(self, action: Action, held: Held) -> None:
         assert held.entrance is not None, "the first block was given no tensor"
         output, gradient = held.output, self._gradient(action, held)
         if held.exit is not None:
@@ -460,7 +469,7 @@ class PipelineStep:
             loss.backward()
         return output, torch.zeros_like(copy) if copy.grad is None else copy.grad
 
-    def _pass_gradient(self, action: Action, held: _Held, gradient: Tensor) -> None:
+    def _pass_gradient(self, action: Action, held: Held, gradient: Tensor) -> None:
         of_loss = () if held.carried is None else (_number(held.carried.grad, gradient.device),)
         self.passed[False, action.stage - 1, action.microbatch] = (gradient, *of_loss)
 
@@ -573,7 +582,7 @@ class _Look(PipelineStep):
         self.of_wanted = loss
         super().__init__(pipeline, of, microbatches, lambda _: torch.empty(()), scale)
 
-    def _forward(self, action: Action) -> _Held:
+    def _forward(self, action: Action) -> Held:
         wanted = self.wanted[action.stage, action.microbatch] = []
         self.loss = partial(self._loss_of, wanted)
         return super()._forward(action)
@@ -581,7 +590,7 @@ class _Look(PipelineStep):
     def _loss_of(self, wanted: list[Tensor], microbatch: Any) -> Tensor:
         return self.of_wanted(microbatch, wanted)
 
-    def _backward(self, action: Action, held: _Held) -> None:
+    def _backward(self, action: Action, held: Held) -> None:
         gradient, wanted = self._gradient(action, held), self.wanted.pop((action.stage, action.microbatch))
         if action.stage:
             assert held.entrance is not None
@@ -593,6 +602,12 @@ class _Look(PipelineStep):
         if action.stage:
             entrance = wanted[-1]
             self._pass_gradient(action, held, torch.zeros_like(entrance) if found[-1] is None else found[-1])
+
+
+def names_of_stages(model: nn.Module, stages: Stages) -> dict[int, frozenset[str]]:
+    """Parameters that a backward of each of this rank's stages has gradients for, by their first names."""
+    of = {names[0]: {stages.split.stage_of(name) for name in names} for names in parameter_names(model)}
+    return {stage: frozenset(n for n in of if stage in of[n]) for stage in stages.own}
 
 
 def _added(carried: Carried | None, device: torch.device) -> Parcel:

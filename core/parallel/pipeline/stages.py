@@ -31,7 +31,7 @@ def split_into_stages(model: nn.Module, plan: PipelinePlan, num_ranks: int, conf
 
     Raises UserError for a plan that does not fit the model, and for more stages than blocks.
     """
-    num_blocks = len(_blocks_of(model, plan))
+    num_blocks = len(blocks_of(model, plan))
     config.check_ranks(num_ranks)
     config.check_stages(num_ranks, num_blocks)
     owner_of = owners(config.schedule, num_ranks, config.chunks, config.replicas)
@@ -49,7 +49,7 @@ def cut_into_stages(model: nn.Module, split: StageSplit, axis: DeviceMesh, confi
     return stages
 
 
-def _blocks_of(model: nn.Module, plan: PipelinePlan) -> nn.ModuleList:
+def blocks_of(model: nn.Module, plan: PipelinePlan) -> nn.ModuleList:
     """Raises UserError where the plan names what the model has not."""
     known = dict(model.named_modules())
     for name in (plan.blocks, *plan.before):
@@ -165,7 +165,7 @@ class Stages:
     def __init__(self, model: nn.Module, split: StageSplit, rank: int):
         self.model, self.split, self.rank = model, split, rank
         self.owners, self.ranges, self.own = split.owners, split.ranges, split.own(rank)
-        self.blocks = _blocks_of(model, split.plan)
+        self.blocks = blocks_of(model, split.plan)
         self.current: int | None = None
         self.entrance: Tensor | None = None
         self.exit: tuple[Tensor, Tensor] | None = None

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apps.fold.relax import said
+from apps.fold.relax import chosen, said
 from apps.fold.relaxation.amber import Amber
 from apps.fold.relaxation.protocol import Limit, Relaxed, Structure, Unstable, relax
-from apps.fold.relaxation.violations import drawn_apart
+from apps.fold.relaxation.violations import Violations, drawn_apart
 from apps.fold.score import compare
 from core.config import UserError
 from tests.support.clashes import Ticking, chain, clashing, num_clashes, one_chain_pdb
@@ -131,12 +131,14 @@ def test_missing_atoms_are_placed_and_hydrogens_are_where_they_were_before() -> 
     assert compare(first.chains[0], one).rmsd < 0.5
 
 
-def test_what_openmm_has_not_is_said() -> None:
+def test_what_openmm_has_not_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     one = chain("1ejg.pdb")
     first = replace(
         one, sequence="T", numbers=("1",), positions=one.positions[:1], mask=one.mask[:1], b_factors=one.b_factors[:1]
     )
     with pytest.raises(UserError, match="residue 47 is bonded to no other"):
         relax([one, first], Amber, 60.0)
+    assert relax([one, first], chosen("auto"), 60.0).method == Violations.method
+    assert "residue 47 is bonded to no other" in capsys.readouterr().err
     with pytest.raises(UserError, match="no platform 'Quantum' here; it has Reference, CPU"):
         relax([chain("1ejg.pdb")], partial(Amber, platform="Quantum"), 60.0)

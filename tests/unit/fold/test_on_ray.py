@@ -203,7 +203,7 @@ def test_what_no_node_takes_says_why(tmp_path: Path, monkeypatch) -> None:
     small = run(tmp_path, FakeRay(NODES), jobs, cores=5, memory=3 * 2**30)["MKT"]
     assert small.startswith("no node of Ray's that holds db has 5 cores and 3 GiB for a search; give fewer --threads")
     few = run(tmp_path, FakeRay(NODES), jobs, memory=2**40)["MKT"]
-    assert "has 1 cores and 1 TiB for a search" in few
+    assert "has 1 core and 1 TiB for a search" in few
     other = jobs_of(["MKT"], [source(tmp_path, Tool(has="8"), shards=1)])
     reason = run(tmp_path, FakeRay(NODES), other)["MKT"]
     assert (

@@ -153,6 +153,7 @@ def test_a_failing_search_stops_only_its_sequence(tmp_path: Path, capsys) -> Non
     options += ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     assert main([str(tmp_path / "in.fasta"), *options]) == 2
     said = capsys.readouterr()
+    assert "1 searches run, 0 known from before, 1 failed\n" in said.out
     assert "record 2 (crambin)" in said.err
     assert "Fatal: out of luck" in said.err
     assert _a3m_rows(tmp_path / "out" / "ubi" / "db.a3m") == [(">query", UBIQUITIN)]
