@@ -190,7 +190,8 @@ def run(runtime: Runtime, config: DecoderConfig, form: Form, sizes: Sizes, seed:
     optimizer = build_optimizer(OptimConfig(lr=3e-3), spread.masters)
     losses, seconds, peak = [], [], 0
     gradient = torch.zeros(0)
-    for step, ids in enumerate(batches(sizes, seed)[:steps]):
+    for step, rows in enumerate(batches(sizes, seed)[:steps]):
+        ids = rows.clone()  # a view would have the account count the rows of all steps
         account = MemoryAccount()
         with account if step == 1 else nullcontext():
             if step == 1:

@@ -248,22 +248,16 @@ class ParallelConfig:
     def _check_budget_of_stages(self) -> None:
         """Raises UserError for pipelines whose stages' memory mode budget cannot divide."""
         given, spec = "recompute.mode=budget with pipeline", SCHEDULES[self.pipeline.schedule]
-        if spec.splits_backward or self.pipeline.stages_per_rank > 1:
+        if spec.splits_backward:
             raise UserError(
-                f"{given}.schedule={self.pipeline.schedule}: it reckons with one stage a rank, and a backward in one "
-                "part; use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
+                f"{given}.schedule={self.pipeline.schedule}: it reckons with a backward in one part; use "
+                "--pipeline.schedule 1f1b or interleaved, or --recompute.mode full, sqrt or recursive"
             )
         if spec.runs_ahead:
             raise UserError(
                 f"{given}.schedule={self.pipeline.schedule}: it reckons with one version of the weights; "
                 "use --pipeline.schedule 1f1b, or --recompute.mode full, sqrt or recursive"
             )
-        for name in ("host", "disk", "bits"):
-            if (value := getattr(self.recompute, name)) is not None:
-                raise UserError(
-                    f"recompute.{name}={value} with recompute.mode=budget and stages: of them nothing waits elsewhere; "
-                    "leave it out, or use --recompute.mode offload or compressed"
-                )
         if self.pipeline.cost == "measured" and not self.pipeline.split:
             raise UserError(
                 f"{given}.cost=measured: what is computed again is chosen before the blocks are timed; leave the cost "

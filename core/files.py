@@ -122,6 +122,11 @@ def replacing(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def asides(path: Path) -> Iterator[Path]:
+    """What was to take a file's place: where nobody writes it, of processes that were killed."""
+    return path.parent.glob(f".{path.name}.*.part")
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write aside, then rename: the file is never half there, and is on the disk when this returns."""
     with replacing(path) as aside:

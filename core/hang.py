@@ -93,6 +93,7 @@ class HangWatch:
         self._hang_after, self._on_cpu = hang_after, on_cpu
         self._main = threading.main_thread().ident
         self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
         self._times: list[float] = []
         self._step: str | None = None
         self._since = 0.0  # when the clock started
@@ -104,13 +105,14 @@ class HangWatch:
     def __enter__(self) -> "HangWatch":
         self._main = threading.get_ident()
         self._store.set(self._key("here", self._rank), "1")
-        threading.Thread(target=self._run, name="hang watch", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
         with contextlib.suppress(RuntimeError):  # the store has gone with a rank that was done earlier
             self._store.set(self._key("left", self._rank), "1")
+        self._thread.join(INTERVAL_S)  # see `core.watch`: it must not be inside the store when the process ends
 
     @contextlib.contextmanager
     def step(self, name: str, counts: bool = True) -> Iterator[None]:

@@ -190,17 +190,30 @@ def device_kind(name: str) -> Literal["cpu", "cuda"]:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that auto, cpu, cuda or cuda:N names.  Raises UserError for a CUDA device that torch does not see."""
+    """The device that auto, cpu, cuda or cuda:N names; kernels are launched on that one from now on.
+
+    Raises UserError for a CUDA device that torch does not see.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device={name}, and torch sees no CUDA device; use --device cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.index is not None:
+        if device.index >= (count := torch.cuda.device_count()):
+            raise UserError(f"device={name}, and torch sees {count}; use one from cuda:0 to cuda:{count - 1}")
+        torch.cuda.set_device(device)
+    return device
 
 
 def join(kind: str, timeout_s: float = 1800.0) -> None:
-    """Join the process group and stay in it until the process ends; one that exists already is used."""
+    """Join the process group and stay in it until the process ends; one that exists already is used.
+
+    Under a launcher a rank that joins on CUDA takes the GPU of its number.
+    """
     if not dist.is_initialized():
+        if kind == "cuda" and launched():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         _init_process_group(kind, timedelta(seconds=timeout_s))
         atexit.register(_leave)
 

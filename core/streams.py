@@ -13,6 +13,13 @@ def recorded(device: torch.device | None = None) -> torch.cuda.Event:
     return event
 
 
+def take_device(device: torch.device) -> None:
+    """Let this thread, a new one, work for that device: each begins with the first, on which whatever it asks CUDA for
+    would make a context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class DeviceStreams:
     """on_cuda: whether there are streams at all."""
 
@@ -42,6 +49,7 @@ class DeviceStreams:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def host_waits(self, event: torch.cuda.Event | None) -> None:
-        """Return when the event has happened."""
+        """Return when the event has happened, in whatever thread."""
         if event is not None:
-            event.synchronize()
+            with torch.cuda.device(self.device):  # a thread that waits makes no context on the first device
+                event.synchronize()

@@ -9,6 +9,9 @@ Every rank of several runs a `Watch`, a thread that looks twice a second
 Then its own rank gets `GRACE_S` seconds to end by itself, twice that if it is the one that failed, and is ended: a
 process that waits inside a collective hears nothing, neither exceptions nor signals. A rank that leaves because it is
 done says so first. Where the store is gone, so is the rank or the launcher that held it: nothing is left to watch.
+
+Once its rank has failed or is done, the thread asks the store nothing more: where a process ends while one of its
+threads is inside a call of torch's, that thread ends it by SIGABRT, and its exit code is lost.
 """
 
 import contextlib
@@ -35,6 +38,8 @@ class Watch:
     def __init__(self, store: Store, rank: int, num_ranks: int):
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._left = threading.Event()
+        self._asks = threading.RLock()  # held while the store is asked
+        self._first: int | None = None  # that failed
         self._neighbours: dict[int, int] = {}
         self._here = place()
         store.set(f"watch/process/{rank}", f"{self._here} {os.getpid()}")
@@ -42,7 +47,9 @@ class Watch:
 
     def report(self, rank: int) -> int:
         """Note that a rank has failed.  Returns the one that did so first."""
-        return int(self._store.compare_set(_FAILED, "", str(rank)))
+        with self._asks:
+            self._first = int(self._store.compare_set(_FAILED, "", str(rank)))
+        return self._first
 
     def let_end(self, rank: int) -> None:
         """Wait until a rank that failed has ended and its launcher has seen it: its exit code is that of the job."""
@@ -55,7 +62,7 @@ class Watch:
     def leave(self) -> None:
         """This rank is done; its end is no failure."""
         self._left.set()
-        with contextlib.suppress(RuntimeError):  # the store has gone with a rank that was done earlier
+        with self._asks, contextlib.suppress(RuntimeError):  # the store has gone with a rank that was done earlier
             self._store.set(f"watch/left/{self._rank}", "1")
 
     def _run(self) -> None:
@@ -74,10 +81,13 @@ class Watch:
 
     def _failed(self) -> int | None:
         """The rank that failed first, if any did."""
-        if not self._store.check([_FAILED]):
-            missing = self._missing()
-            return None if missing is None else self.report(missing)
-        return int(self._store.get(_FAILED))
+        with self._asks:
+            if self._first is None and not self._left.is_set():
+                if self._store.check([_FAILED]):
+                    self._first = int(self._store.get(_FAILED))
+                elif (missing := self._missing()) is not None:
+                    self.report(missing)
+            return self._first
 
     def _missing(self) -> int | None:
         """A rank of this machine whose process has ended without a word."""

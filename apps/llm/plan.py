@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,7 +21,7 @@ from apps.llm.links import compared as compared_forms
 from apps.llm.links import is_compared, num_steps
 from apps.llm.measure import measure_machine
 from apps.llm.model import UnknownModel, find_model
-from apps.llm.plan_config import LLMPlanConfig, is_traced
+from apps.llm.plan_config import LLMPlanConfig, PlannedGemini, is_traced
 from apps.llm.recipes import RECIPES, default_recipe
 from apps.llm.recompute import OwnModel, chosen
 from apps.llm.residency import estimate_residency
@@ -82,7 +83,9 @@ WITH_A_BUDGET = ("compile", "data.mask_documents")
 
 def _of_run(recipe: Callable[[], PretrainConfig]) -> LLMPlanConfig:
     config = recipe()
-    return LLMPlanConfig(**{item.name: getattr(config, item.name) for item in fields(config)})
+    own: dict[str, Any] = {item.name: getattr(config, item.name) for item in fields(config)}
+    own["gemini"] = PlannedGemini(**vars(config.gemini))
+    return LLMPlanConfig(**own)
 
 
 def main(argv: list[str]) -> int:
@@ -281,7 +284,8 @@ def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console
         )
     machine = config.machine
     mesh = resolved_mesh(config) if foreign is not None else check_combination(config)
-    found = estimate_residency(config, mesh, config.speed, 1e9 * config.bandwidth_gb_s, foreign)
+    given = config, mesh, config.speed, 1e9 * config.bandwidth_gb_s, foreign
+    found = estimate_residency(*given, [config.drive] if config.drive is not None else None)
     parameters = decoder_shape(config.model).num_parameters() if foreign is None else foreign.num_parameters
     rows = [
         ("fullest moment of Gemini's plan", found.plan.device_peak_bytes),
@@ -300,12 +304,7 @@ def _show_residency(config: LLMPlanConfig, foreign: ForeignModel | None, console
 
     most = num_microbatches(config.data.global_batch)
     if machine is not None:
-        each = max(seconds for what, seconds in found.plan.busy_s.items() if what != "host_update")
-        in_turn = found.orders is None or found.orders.taken == "horizontal"
-        whole = sum(
-            count * (found.plan.step_s + (num_microbatches(rows) - 1) * each * in_turn)
-            for count, rows in _stages(config)
-        )
+        whole = sum(count * found.seconds_of(num_microbatches(rows)) for count, rows in _stages(config))
         console.print(
             f"{num_steps(config):,} steps of {most} microbatch{'es' * (most > 1)} in at least "
             f"{time_in_words(whole)}, messages between ranks left out"

@@ -1,7 +1,7 @@
 """The options of `llm plan`: those of a training run, the machine that it is planned for, and what a search asks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -11,10 +11,18 @@ from core.auto.machines import GRAMS_PER_KWH, gpu_named
 from core.auto.measured import MeasuredMachine, is_file, read_machine
 from core.config import UserError
 from core.estimate import Machine, PlannedRun
+from core.gemini.config import GeminiConfig
 from core.parallel.pipeline.schedule import ScheduleName
 from core.precision import compute_dtype
 from core.runtime import ranks_of
 from core.trace.machine import Speed
+
+
+@dataclass(frozen=True)
+class PlannedGemini(GeminiConfig):
+    """Gemini's options of a plan, which may seek the budget for a host and a disk that are given."""
+
+    SAYS_OF_MOVES: ClassVar[tuple[str, ...]] = ("figure", "policy", "order")
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     CALLED: ClassVar[Mapping[str, str]] = {**PretrainConfig.CALLED, "source": "model"}
     RENAMED: ClassVar[Mapping[str, str]] = {"memory_gb": "memory=GB", "source": "model"}
 
+    gemini: PlannedGemini = field(default_factory=PlannedGemini)
     source: Path | None = None
     """the name of a shape, as of its recipe; a run folder, or a Hugging Face folder of any causal model, config.json
     alone; by default the plan is of the recipe's model and --model.* options"""
@@ -61,6 +70,9 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     """with --gpus: watts of a device, with its share of the machine; by default its board's most"""
     carbon: float = GRAMS_PER_KWH
     """with --gpus: grams of CO2 a kWh; by default the world's electricity in 2024"""
+    disk_gb_s: tuple[float, ...] = ()
+    """with --gemini.disk: what the drives of a machine read in a second, all together, in 1e9 bytes, and what they
+    write where that is another number, such as 3.5 2.5; by default measured where the folder is there"""
     draw: Path | None = None
     """with --gpus: draw the plans, and a step of the first, to this PNG"""
     timeline: Path | None = None
@@ -75,6 +87,11 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
             gpu_named(self.gpu)
         if self.measure is not None and self.measure.suffix != ".json":
             raise UserError(f"measure={self.measure}: a machine is a JSON file; give a name that ends in .json")
+        if len(self.disk_gb_s) > 2 or not all(0 < rate < float("inf") for rate in self.disk_gb_s):
+            raise UserError(
+                f"disk_gb_s={' '.join(map(str, self.disk_gb_s))}; give one number above 0, or what is read and what is "
+                "written"
+            )
         if self.draw is not None and self.draw.suffix != ".png":
             raise UserError(f"draw={self.draw}: the picture is a PNG; give a name that ends in .png")
         super().__post_init__()
@@ -88,6 +105,11 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     def measured(self) -> MeasuredMachine | None:
         """The machine of a file that --gpu names.  Raises UserError for a file of none."""
         return read_machine(Path(self.gpu)) if self.gpu is not None and is_file(self.gpu) else None
+
+    @property
+    def drive(self) -> tuple[float, float] | None:
+        """Bytes a second that the drives read and write, where they are given."""
+        return (1e9 * self.disk_gb_s[0], 1e9 * self.disk_gb_s[-1]) if self.disk_gb_s else None
 
     @property
     def peak_flops(self) -> float | None:
@@ -120,7 +142,13 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
     def unread(self) -> dict[str, str]:
         found = super().unread()
         found["local.asynchronous"] = "in a plan, which is of steps that all ranks take together; leave it out"
+        if self.gemini.disk is None:
+            found["disk_gb_s"] = "without a drive; give --gemini.disk"
         if self.gpus is not None:
+            if self.gemini.disk is None:
+                found["gemini.host"] = (
+                    "with --gpus and no gemini.disk, where the host's memory is its machine's; give --gemini.disk, too"
+                )
             return found | dict.fromkeys(NOT_SEARCHED, "with --gpus, where it is sought or not asked; leave it out")
         searched = ("schedules", "json", "tokens", "price", "power", "carbon", "draw")
         found |= dict.fromkeys(searched, "without a search; give --gpus")
@@ -131,6 +159,9 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
                 found["bandwidth_gb_s"] = why
         if not is_traced(self) and self.source is None:
             found["memory_gb_s"] = "without a budget; give --gemini.budget or --recompute.mode budget"
+        if self.gemini.budget is None:
+            why = "without a budget: nothing moves; give --gemini.budget, such as 10GiB, or --gpus, which seeks one"
+            found |= dict.fromkeys(("gemini.host", "gemini.disk"), why)
         found["gemini.durable_every"] = "in a plan, which is of steps that are all made durable; leave it out"
         if self.pipeline.cost != "estimated":
             found["pipeline.cost"] = "in a plan, which measures nothing; leave it out"
@@ -139,7 +170,7 @@ class LLMPlanConfig(PlannedRun, PretrainConfig):
 
 NOT_SEARCHED = (
     *("nproc", "timeline", "pipeline.microbatches", "pipeline.split", "pipeline.cost", "pipeline.replicas"),
-    *("gemini.policy", "gemini.order", "gemini.host", "gemini.disk", "gemini.durable_every"),
+    *("gemini.policy", "gemini.order", "gemini.durable_every"),
     "elastic.store",
 )
 """Options of a plan that a search does not take."""

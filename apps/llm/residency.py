@@ -1,5 +1,6 @@
 """Gemini's plan of a run in its budget, before it runs: a rank's model is traced without memory and other ranks."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,13 +21,19 @@ from core.trace.machine import Speed
 
 
 def estimate_residency(
-    config: PretrainConfig, mesh: MeshConfig, speed: Speed, link_bytes_per_s: float, foreign: ForeignModel | None = None
+    config: PretrainConfig,
+    mesh: MeshConfig,
+    speed: Speed,
+    link_bytes_per_s: float,
+    foreign: ForeignModel | None = None,
+    drives: Sequence[tuple[float, float]] | None = None,
 ) -> GeminiEstimate:
     """The plan of a rank's device, for the step of its largest microbatch; of all, where they run by blocks.
 
     mesh              with all its sizes
     link_bytes_per_s  between a device and the host, each way
     foreign           the model, where it is not the configuration's
+    drives            see `core.estimate.residency.estimate_budget`
 
     Raises UserError for a budget in which no step fits, and for models and meshes whose step is not foreseen here.
     """
@@ -45,7 +52,8 @@ def estimate_residency(
         batches = (microbatch(config, rows, config.data.sequence_length) for rows in sizes)
         losses = [partial(token_loss, batch=batch) for batch in batches]
     largest = losses[sizes.index(max(sizes))]
-    return estimate_budget(model, largest, mesh, config, speed, link_bytes_per_s, plan, config.optim, losses)
+    given = config.optim, losses
+    return estimate_budget(model, largest, mesh, config, speed, link_bytes_per_s, plan, *given, drives=drives)
 
 
 def _decoder(config: PretrainConfig, given: str) -> Decoder:

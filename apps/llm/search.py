@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,17 +21,23 @@ from apps.llm.config import FINETUNE, PretrainConfig, check_combination, local_s
 from apps.llm.links import own_penalty
 from apps.llm.plan_config import LLMPlanConfig
 from apps.llm.recipes import RECIPES
+from apps.llm.residency import estimate_residency
 from apps.llm.schedules import AS_GOOD, as_good, penalty
 from core.auto.check import Line
 from core.auto.draw import draw_plans
 from core.auto.machines import Cluster, cluster_of, gpu_named
-from core.auto.step_time import UNKNOWN, StepClock
-from core.auto.strategies import ALLOWED, SCHEDULED, Found, Job, Plan, nearest, options_of, search
+from core.auto.step_time import UNKNOWN, StepClock, StepTime
+from core.auto.strategies import ALLOWED, SCHEDULED, Drive, Found, Job, Plan, nearest, options_of, search
 from core.config import UserError, in_words, option, option_names, parse, size_in_bytes, time_in_words
 from core.estimate.memory import estimate_memory
+from core.estimate.residency import GeminiEstimate
 from core.estimate.shape import RunShape, decoder_shape
+from core.gemini.direct import drive_speeds
 from core.gemini.tier import parse_bytes
+from core.optim.spec import spec_of
 from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig, ScheduleName
+from core.precision import compute_dtype
+from core.trace.machine import Speed
 
 MOST_SHOWN = 16
 SEARCHED = (*options_of(RunShape()), "mesh.dp_shard")
@@ -73,7 +80,10 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
             "which depends what is learned, so it is not searched; give --mesh.dp-replicate 2"
         )
     job = job_of(config, {name: _value(config, name) for name in SEARCHED if name in given}, config.schedules)
-    found = search(job, cluster)
+    drive = None
+    if config.gemini.disk is not None:
+        cluster, drive = asked_drive(config, given, recipe, cluster)
+    found = search(job, cluster, drive)
     prices = asked_prices(config, cluster, given)
     commands = [command_of(config, plan, given, recipe, cluster) for plan in found.plans]
     if config.draw is not None:
@@ -93,8 +103,10 @@ def show_plans(config: LLMPlanConfig, given: set[str], recipe: str, console: Con
     console.print(_shares(found.plans[0]))
     for line in (*old_weights(config, job, found, cluster), *messages(config, found)):
         console.print(line)
-    for number, command in list(enumerate(commands, 1))[:MOST_SHOWN]:
+    for number, (command, plan) in list(enumerate(zip(commands, found.plans, strict=True), 1))[:MOST_SHOWN]:
         console.print(f"{number}: {command}", soft_wrap=True, markup=False, highlight=False)
+        if plan.residency is not None:
+            console.print(f"   {plan.residency.plan.describe()}", soft_wrap=True, markup=False, highlight=False)
     if config.draw is not None:
         console.print(f"the plans, and a step of the first, are drawn in {config.draw}")
     console.print("not known:\n" + "\n".join(f"- {what}" for what in UNKNOWN), markup=False)
@@ -176,6 +188,46 @@ def asked_cluster(config: LLMPlanConfig, given: set[str]) -> Cluster:
     return cluster_of(gpu_named(config.gpu), config.gpus, **more)
 
 
+def asked_drive(config: LLMPlanConfig, given: set[str], recipe: str, cluster: Cluster) -> tuple[Cluster, Drive]:
+    """The cluster with as much of its hosts as a rank may take, and the drive below them.
+
+    Raises UserError where nobody knows what the drive does in a second, and for what does not go with one.
+    """
+    gemini, name = config.gemini, f"gemini.disk={config.gemini.disk} with --gpus"
+    if "gemini.budget" in given and gemini.budget is None:
+        raise UserError(f"{name} and gemini.budget=None: nothing would move; leave one of them out")
+    if spec_of(config.optim.name).looks:
+        raise UserError(
+            f"{name} and optim.name={config.optim.name}: what looks at whole steps needs all masters at once; use "
+            "another --optim.name"
+        )
+    if config.drive is not None:
+        read, write = config.drive
+    elif all(folder.is_dir() for folder in gemini.folders):
+        read, write = map(sum, zip(*drive_speeds(gemini.folders), strict=True))
+    else:
+        raise UserError(
+            f"{name}: it is no folder of this machine, where its bandwidth could be measured; give --disk-gb-s, what "
+            "it reads and writes in a second, such as 3.5 2.5"
+        )
+    if gemini.host_bytes is not None:
+        cluster = replace(cluster, host_bytes=gemini.host_bytes)
+    host = gemini.host or f"{int(cluster.host_bytes) // 2**20}MiB"
+    options = {"gemini.disk": gemini.disk, "gemini.host": host}
+    ranks = min(cluster.ranks, cluster.ranks_per_machine)
+
+    def price(run: RunShape, budget_bytes: int) -> GeminiEstimate:
+        plan = Plan(run, budget_bytes, StepTime(*[0.0] * 6), budget_bytes, beside=options)
+        made = config_of(config, plan, given, recipe)
+        peak = cluster.gpu.peak_flops(compute_dtype(run.precision))
+        assert peak is not None
+        speed = Speed(peak * cluster.utilisation, cluster.bytes_per_s)
+        machine = check_combination(made), speed, cluster.to_host.bytes_per_s
+        return estimate_residency(made, *machine, drives=[(read / ranks, write / ranks)])
+
+    return cluster, Drive(read / ranks, write / ranks, options, price)
+
+
 def asked_prices(config: LLMPlanConfig, cluster: Cluster, given: set[str]) -> Prices:
     steps = 1
     if config.tokens is not None:
@@ -220,6 +272,8 @@ def run_words(config: LLMPlanConfig, plan: Plan, given: set[str], recipe: str) -
             replace(base, optim=base.optim.named(config.optim.name)),
         )
     planned = {name: value for name, value in plan.options().items() if name not in given}
+    if config.gemini.disk is not None:
+        planned |= {"gemini.disk": None, "gemini.host": None, **plan.beside}
     if plan.budget_bytes is not None:
         planned.pop("reduce_each", None)
     told = {*planned, *given, *_OF_A_SHAPE}
@@ -305,8 +359,9 @@ def _as_json(
             "memory_bytes": plan.memory_bytes,
             **prices.of(plan.step_s, cluster.ranks),
             "command": command,
-            "options": plan.options(),
+            "options": {name: _plain(value) for name, value in plan.options().items()},
             "shares_s": _parts(plan),
+            **_on_drive(plan),
         }
         for plan, command in zip(found.plans, commands, strict=True)
     ]
@@ -324,6 +379,26 @@ def _as_json(
         "fitting": found.tried,
         "plans": plans,
         "unknown": list(UNKNOWN),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _on_drive(plan: Plan) -> dict[str, float]:
+    """What a plan with a drive takes of it and of the host, for each rank."""
+    if plan.residency is None:
+        return {}
+    found = plan.residency.plan
+    return {
+        "device_bytes": plan.residency.device_bytes,
+        "host_bytes": found.host_bytes,
+        "disk_bytes": found.disk_bytes,
+        "disk_read_bytes": found.disk_read_bytes,
+        "disk_written_bytes": found.disk_written_bytes + found.durable_bytes,
+        "written_a_day_bytes": found.written_a_day,
+        "drive_days": found.drive_days,
     }
 
 
@@ -368,5 +443,5 @@ def _told(plan: Plan) -> Iterator[str]:
     if plan.run.num_data_ranks > 1:
         yield f"dp={plan.run.num_data_ranks}"
     for name, value in plan.options().items():
-        if value != plain[name] or name in ("zero", "microbatch"):
+        if value != plain.get(name) or name in ("zero", "microbatch"):
             yield f"{name.removeprefix('mesh.').removeprefix('pipeline.').removeprefix('gemini.')}={value}"

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu a|b|c --out DIR [--minutes M] [--only TEXT ...] [--device cpu] [--quick]`; see docs/gpu.md.
+"""`python -m benchmarks.gpu a|b|c|d --out DIR [--minutes M] [--only TEXT ...] [--device cpu --quick]`; see docs/gpu.md.
 
 From a plain checkout: what is not installed comes from .gpu-pack (`make gpu-pack`), which is not installed either.
 `python -m benchmarks.gpu tests` is `make gpu`: the tests that are marked gpu, in fourteen processes.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.gpu.packed import Unusable, use_pack
 
-COMMANDS = ("a", "b", "c", "tests", "shown")
+COMMANDS = ("a", "b", "c", "d", "tests", "shown")
 
 
 def main(argv: list[str]) -> int:
@@ -65,6 +65,7 @@ SAID = (
     "a: kernels against references, then the tests of a GPU",
     "b: kernels' and decoding's speed",
     "c: training, offload, fold and diffusion",
+    "d: what no GPU has measured yet, what is worth most first",
     "tests: the tests of a GPU alone",
     "shown: the table of what kernels have shown",
 )

@@ -6,7 +6,12 @@ from importlib import import_module
 from benchmarks.gpu.protocol import Phase, Where
 from benchmarks.result import Row, Target
 
-MODULES = {"a": ("checks", "suite"), "b": ("speed", "decoding"), "c": ("training", "evoformer", "pictures")}
+MODULES = {
+    "a": ("checks", "suite"),
+    "b": ("speed", "decoding"),
+    "c": ("training", "evoformer", "pictures"),
+    "d": ("unmeasured",),
+}
 """In the order in which they run; what they have as `late_phases` comes behind all."""
 
 

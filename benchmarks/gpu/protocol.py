@@ -30,7 +30,12 @@ from benchmarks.run import in_a_line
 
 START_AND_END_S = 15
 """of a command's minutes, which its entries do not get"""
-TITLES = {"a": "Right on a GPU", "b": "Kernels and decoding on a GPU", "c": "Training on a GPU"}
+TITLES = {
+    "a": "Right on a GPU",
+    "b": "Kernels and decoding on a GPU",
+    "c": "Training on a GPU",
+    "d": "What no GPU had measured",
+}
 MEASURES = ("core", "apps", "benchmarks")
 
 
@@ -113,6 +118,7 @@ class Record:
     figures: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_failed: int = 0
+    left_out: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._lock, self._beginning = threading.Lock(), beginning(MEASURES)
@@ -162,6 +168,8 @@ def main(command: str, out: Path, where: Where, part: Part) -> int:
         phases = [Phase([entry for phase in phases for entry in phase.entries])]
     for phase in phases:
         run_phase(phase, record)
+    if record.left_out:
+        print(f"not reached; for another call: --only {' '.join(map(shlex.quote, record.left_out))}", flush=True)
     failed = f", {record.num_failed} failed" if record.num_failed else ""
     print(f"{len(record.figures)} figures{failed} in {time.monotonic() - record.began:.0f} s: {out}/gpu_{command}.json")
     return int(record.num_failed > 0 or not record.figures)
@@ -189,6 +197,7 @@ def run_phase(phase: Phase, record: Record) -> None:
             except Empty:
                 break
             if record.left_s < entry.least_s:
+                record.left_out.append(entry.name)
                 record.note(
                     f"{entry.name} is left out: {record.left_s:.0f} s are left, and it takes {entry.least_s:.0f}"
                 )
@@ -215,6 +224,8 @@ def run_entry(entry: Entry, worker: "Worker", record: Record) -> bool:
     while True:
         answer = worker.answer(began + limit_s - time.monotonic())
         if answer is None:
+            if limit_s < entry.most_s:
+                record.left_out.append(entry.name)
             record.note(f"{entry.name} was stopped after {limit_s:.0f} s, the most that it may take or that was left")
             return False
         if "row" in answer:

@@ -30,6 +30,7 @@ from core.metrics import mfu, peak_flops, transformer_flops_per_token
 from core.models import SHAPES, Decoder, DecoderConfig
 from core.nn.by_kernels import by_kernels
 from core.optim.build import OptimConfig, build_optimizer
+from core.parallel.recompute import RecomputeConfig
 from core.precision import LossScale
 from core.runtime import Runtime, start
 from core.train import TrainConfig, TrainState, train_step
@@ -39,6 +40,7 @@ MFU = 0.45
 LENGTH = 2048
 ROWS = {"gpt3_350m": 16, "gpt3_1_3b": 8}
 WARM_UP, STEPS = 3, 10
+_KEPT = RecomputeConfig()
 
 
 def phases(where: Where) -> list[Phase]:
@@ -68,10 +70,10 @@ def pretrain(shape: str, kernels: bool, compiled: bool, where: Where) -> Iterato
         tiny = {"vocab_size": 64, "dim": 64, "num_layers": 2, "num_heads": 2, "ffn_dim": 128, "max_length": 32}
         config, rows, length = replace(config, **tiny), 2, 32
     with start(where.device) as runtime:
-        step = _step(config, kernels, compiled, where, runtime)
+        step = step_of(config, kernels, compiled, where, runtime)
         generator = torch.Generator(runtime.device).manual_seed(0)
         ids_BL = torch.randint(config.vocab_size, (rows, length), generator=generator, device=runtime.device)
-        seconds = [_timed(step, ids_BL, where) for _ in range(2 if where.quick else WARM_UP + STEPS)]
+        seconds = [timed(step, ids_BL, where) for _ in range(2 if where.quick else WARM_UP + STEPS)]
         median = statistics.median(seconds[1 if where.quick else WARM_UP :])
         numbers = {
             "step": Number(1e3 * median, "ms"),
@@ -84,11 +86,13 @@ def pretrain(shape: str, kernels: bool, compiled: bool, where: Where) -> Iterato
     yield Row(case | {"rows": rows, "length": length}, numbers)
 
 
-def _step(
-    config: DecoderConfig, kernels: bool, compiled: bool, where: Where, runtime: Runtime
-) -> Callable[[dict[str, Tensor]], Tensor]:
+def step_of(
+    config: DecoderConfig, kernels: bool, compiled: bool, where: Where, runtime: Runtime,
+    recompute: RecomputeConfig = _KEPT,
+) -> Callable[[dict[str, Tensor]], Tensor]:  # fmt: skip
+    """A step of training, of a batch to its loss."""
     train = TrainConfig(
-        precision="bf16" if where.on_gpu else "fp32", compile=compiled, steps=1_000_000,
+        precision="bf16" if where.on_gpu else "fp32", compile=compiled, steps=1_000_000, recompute=recompute,
         optim=OptimConfig(lr=1e-4, clip_norm=1.0),
     )  # fmt: skip
     with torch.device("meta"):
@@ -110,7 +114,8 @@ def _num_targets(batch: dict[str, Tensor]) -> Tensor:
     return torch.tensor(batch["ids"].numel(), dtype=torch.float64)
 
 
-def _timed(step: Callable[[dict[str, Tensor]], Tensor], ids_BL: Tensor, where: Where) -> float:
+def timed(step: Callable[[dict[str, Tensor]], Tensor], ids_BL: Tensor, where: Where) -> float:
+    """Seconds of a step.  Raises ArithmeticError where its loss is not a number."""
     began = time.perf_counter()
     loss = float(step({"ids": ids_BL}))
     if where.on_gpu:

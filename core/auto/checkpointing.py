@@ -22,7 +22,8 @@ What is more here than in the paper: the levels of `core.trace.chain`, since gra
 last block of a segment runs only as far as its backward needs; blocks that no segment goes over; results of operators
 that a block keeps alone. Of a pipeline's stage what the first forward keeps is charged for each microbatch in flight,
 but to the blocks behind alone; the rest is known to the simulator. So are blocks whose activations wait elsewhere but
-are still there, or there again, while the next block runs: of that block the least is charged that it may take.
+are still there, or there again, while the next block runs: of that block the least is charged that it may take. Of
+them only one microbatch's are there at a time.
 
 1. Sizes are rounded up to slots, and C is a table of blocks x blocks x slots. A second table has the lower quarter in
    as many slots, where memory is scarce.
@@ -32,9 +33,10 @@ are still there, or there again, while the next block runs: of that block the le
    take more than their budget.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,11 +53,20 @@ _EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
+class RankBytes:
+    """A pipeline rank's bytes: on its device at most, and of all its microbatches in flight what waits elsewhere."""
+
+    device: int
+    away: Mapping[Form, int]
+
+
+@dataclass(frozen=True)
 class Checkpointing:
-    """Segments and the step that they make."""
+    """Segments and the step that they make; ranks: of a pipeline, what each takes."""
 
     segments: Segments
     step: Simulated
+    ranks: tuple[RankBytes, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -86,7 +97,15 @@ def frontier(chain: Chain, slots: int = SLOTS) -> list[Checkpointing]:
     return kept
 
 
-def fastest(choices: Sequence[Checkpointing], budget_bytes: int) -> Checkpointing | None:
+class _HasPeak(Protocol):
+    @property
+    def peak_bytes(self) -> int: ...
+
+
+_Choice = TypeVar("_Choice", bound=_HasPeak)
+
+
+def fastest(choices: Sequence[_Choice], budget_bytes: int) -> _Choice | None:
     """The one of a frontier that the budget allows; None where none fits."""
     return next((choice for choice in reversed(choices) if choice.peak_bytes <= budget_bytes), None)
 
@@ -196,27 +215,31 @@ class _Table:
         self, of: ChainBlock, how: Kept, rest: NDArray[np.float32], beside: int, times: int = 1
     ) -> NDArray[np.float32]:
         """A block that is kept, of so many microbatches, and the rest with what is left."""
-        kept = times * how.num_bytes
-        row = self._less(rest, kept - how.away) + np.float32(of.forward_s + how.again_s + of.backward_s)
+        stays = times * (how.num_bytes - how.away)
+        kept = stays + how.away
+        row = self._less(rest, stays) + np.float32(of.forward_s + how.again_s + of.backward_s)
         back = how.back + (of.shared if of.keeps_all(how) else 0)  # what is before it is not known here
         return self._from(row, beside + how.peak, back + kept + how.backward_peak)
 
     def _kept_away(self, s: int, form: Form, how: Kept) -> NDArray[np.float32]:
         """A block whose activations wait elsewhere; they are there while the next one runs, and when it runs back."""
-        of, line = self.chain.blocks[s], self.chain.lines.get(form)
-        if s + 1 == self.count and how.away:  # it is still there when its backward begins
+        of, line, is_last = self.chain.blocks[s], self.chain.lines.get(form), s + 1 == self.count
+        if is_last and how.away and self.flying < 3:  # it is still there when its backward begins
             return np.full(self.slots + 1, np.inf, np.float32)
-        row = self._kept(of, how, self.outer[s + 1], of.first)
+        row = self._kept(of, how, self.outer[s + 1], of.first, self.flying)
         if line is not None:
             hidden = (of.forward_s, of.backward_s) if line.overlaps else (0.0, 0.0)
             row = row + np.float32(max(0.0, how.send_s - hidden[0]) + max(0.0, how.fetch_s - hidden[1]))
         if not how.away:
             return row
+        kept = self.flying * (how.num_bytes - how.away) + how.away
+        if is_last:  # that of the microbatch which ran last, beside the one that runs back
+            return self._from(row, how.back + kept + how.away + how.backward_peak)
         behind = self.chain.blocks[s + 1]
         runs = min(behind.dropping_peak, *(other.peak for other in behind.ways.values()))
         again = behind.again + min(behind.refill_peak, behind.refilled + behind.refilled_peak)
         back = min(again, *(other.back + other.num_bytes + other.backward_peak for other in behind.ways.values()))
-        return self._from(row, behind.first + how.num_bytes + runs, back + how.num_bytes)
+        return self._from(row, behind.first + kept + runs, back + kept)
 
     # T.
 
@@ -274,7 +297,7 @@ class _Table:
                 handed = self.chain.output if end == self.count else self.chain.blocks[end].input
                 return (inner(s, s + k, m), *outer(end, m - self._slots(self.flying * handed)))
             keeps, how = [*self.ways[s].items(), *self.chain.blocks[s].away.items()][kept.index(min(kept))]
-            return _joined(keeps, outer(s + 1, m - self._slots(self.flying * how.num_bytes - how.away)))
+            return _joined(keeps, outer(s + 1, m - self._slots(self.flying * (how.num_bytes - how.away))))
 
         return [outer(0, int(m)) for m in faster]
 

@@ -328,7 +328,8 @@ class StepClock:
         dense = sum(part.num_whole for part in self._own[rank]) - experts
         # Where some are compressed, experts are not dealt out.
         wholes = (dense + experts - compressed.whole, 0) if compressed.whole else (dense, experts)
-        reducing, publishing = 0.0, self._seldom + self._compressed(compressed)
+        share = 1 / run.comm.local_steps if run.comm.has_local_steps else 1.0  # a mean step's, of sums farthest apart
+        reducing, publishing = 0.0, self._seldom + share * self._compressed(compressed)
         for elements, whole, (shards, copies, all_ranks) in zip((dense, experts), wholes, self._forms, strict=True):
             gradients = run.wide_bytes * whole
             if run.zero == 0:
@@ -343,7 +344,7 @@ class StepClock:
             reducing += seconds_of("all_reduce", gradients / shards[0], *copies)
             if run.zero < 3:
                 sent = self._coded(elements, run.comm.weights, run.width_bytes)
-                publishing += seconds_of("all_gather", sent, *shards)
+                publishing += share * seconds_of("all_gather", sent, *shards)
         backward = sum(self._backward(stage) for stage in self.stages.own(rank))
         last_bucket = min(1.0, BUCKET_BYTES / max(1, run.wide_bytes * (dense + experts)))
         # The gathers of the same backward have the link first.
@@ -407,6 +408,18 @@ class StepClock:
         run, elements = self.run, sum(part.num_updated for part in self._parts)
         narrow = run.width_bytes * elements if run.width_bytes < run.wide_bytes else 0
         return self._away * (self._shard_bytes + narrow)
+
+    def drive_s(self, read_bytes_per_s: float, written_bytes_per_s: float) -> float:
+        """Seconds of a drive that has what the cluster's host does not hold: gradients of it stay on the host.
+
+        It is read for each forward and backward, and masters and state by the update, which writes them.
+        """
+        run, elements = self.run, sum(part.num_updated for part in self._parts)
+        share = self._away * max(0.0, 1 - self.cluster.host_bytes / max(self.host_bytes, 1.0))
+        state = self._shard_bytes - run.wide_bytes * elements
+        narrow = run.width_bytes * elements if run.width_bytes < run.wide_bytes else 0
+        read = state + 2 * run.num_microbatches * run.width_bytes * elements
+        return share * (read / read_bytes_per_s + (state + narrow) / written_bytes_per_s)
 
     @cached_property
     def _shard_bytes(self) -> float:

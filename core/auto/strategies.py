@@ -6,17 +6,18 @@
    What does not fit is dropped by `core.estimate.estimate_memory`. Where all that a microbatch can keep is too much,
    larger ones are not tried. gpipe is not: 1f1b takes as long and keeps less. 2bw, which learns from old weights, is
    where a job names it, and so are messages in few bits and workers that meet seldom: with those what they go with.
-3. Gemini's budgets, where a run of ZeRO-3 does not fit them.
+3. Gemini's budgets, where a run of ZeRO-3 does not fit them. Where there is a drive below the host, closed forms say
+   which of these are looked at, and Gemini's own planner, on a trace of the step, what they take (`Drive`).
 4. Of the rest a time that the step cannot be under (`StepClock.least_s`) is known by sums alone. In its order a plan is
    run on the clock unless one is there that is no slower than that and takes no more memory. Those that none beats in
    both time and memory are the front.
 
-Nothing is drawn or sampled: the front is that of every plan in the space.
+Nothing is drawn or sampled: the front is that of every plan in the space, but for those with a drive.
 """
 
 import math
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ from core.auto.machines import GIB, USABLE_SHARE, Cluster
 from core.auto.step_time import StepClock, StepTime
 from core.config import UserError, in_words
 from core.estimate.memory import estimate_memory
+from core.estimate.residency import GeminiEstimate
 from core.estimate.shape import ModelShape, RunShape, decoder_shape
 from core.mesh import TpMode, mesh_shape
 from core.models.decoder import DecoderConfig
@@ -54,6 +56,9 @@ ALLOWED: tuple[ScheduleName, ...] = ("2bw",)
 is known."""
 BUDGETS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 """Gemini's, as shares of what a run may take of a device."""
+BUDGETS_WITH_A_DRIVE = (1.0, 0.5, 0.25)
+PRICED = 2
+"""Of each of those budgets so many runs are planned as they run, the first by closed forms."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +111,35 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Drive:
+    """A drive below the host, for what that does not hold under Gemini.
+
+    read, write  bytes a second of a rank's part of it
+    options      of a run with it, by their dotted names
+    price        (run, budget) -> what Gemini makes of it; raises UserError where no step fits
+    """
+
+    read: float
+    write: float
+    options: Mapping[str, Any]
+    price: Callable[[RunShape, int], GeminiEstimate]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A way to run a job: memory_bytes of the fullest rank's device, and the step's time.
 
     budget_bytes  of Gemini; None: without it
+    residency     where a drive is below its host
+    beside        options that are not sought, and that it has and others do not
     """
 
     run: RunShape
     memory_bytes: int
     time: StepTime
     budget_bytes: int | None = None
+    residency: GeminiEstimate | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -127,7 +151,7 @@ class Plan:
 
     def options(self) -> dict[str, Any]:
         """The training options that say all of it, by their dotted names."""
-        return options_of(self.run, self.budget_bytes)
+        return {**options_of(self.run, self.budget_bytes), **self.beside}
 
 
 def options_of(run: RunShape, budget_bytes: int | None = None) -> dict[str, Any]:
@@ -349,31 +373,45 @@ class _Candidate:
     budget_bytes: int | None = field(default=None, compare=False)
 
 
-def search(job: Job, cluster: Cluster) -> Found:
+def search(job: Job, cluster: Cluster, drive: Drive | None = None) -> Found:
     """The plans that no other beats in both time and memory.
+
+    drive  below the hosts; then Gemini's plans are those that have it
 
     Raises UserError where no mesh divides the ranks, or nothing fits, with what would.
     """
     shape = decoder_shape(job.model)
     candidates: list[_Candidate] = []
     least = math.inf
-    for run, memory_bytes, budget in _fitting(job, shape, cluster):
+    for run, memory_bytes, budget in _fitting(job, shape, cluster, closed=drive is None):
         least = min(least, memory_bytes)
         if memory_bytes <= cluster.memory_bytes:
             least_s = StepClock(shape, run, cluster, budget).least_s()
             candidates.append(_Candidate(least_s, memory_bytes, _unusual(run), len(candidates), run, budget))
-    if not candidates:
-        raise UserError(_why_none(job, cluster, least))
+    refused: list[UserError] = []
+    with_drive = [] if drive is None else list(_with_drive(job, shape, cluster, drive, refused))
+    if not candidates and not with_drive:
+        said = f"; with the drive: {refused[0]}" if refused else ""
+        raise UserError(_why_none(job, cluster, least) + said)
     front: list[Plan] = []
     for one in sorted(candidates):
         if any(plan.beats(one.least_s, one.memory_bytes) for plan in front):
             continue
         time = StepClock(shape, one.run, cluster, one.budget_bytes).time()
-        plan = Plan(one.run, one.memory_bytes, time, one.budget_bytes)
-        if not any(other.beats(plan.step_s, plan.memory_bytes) for other in front):
-            front = [other for other in front if not plan.beats(other.step_s, other.memory_bytes)]
-            insort(front, plan, key=lambda p: p.step_s)
-    return Found(tuple(front), len(candidates), int(least))
+        front = _with(front, Plan(one.run, one.memory_bytes, time, one.budget_bytes))
+    for plan in with_drive:
+        front = _with(front, plan)
+    tried = len(candidates) + len(with_drive)
+    return Found(tuple(front), tried, front[-1].memory_bytes if math.isinf(least) else int(least))
+
+
+def _with(front: list[Plan], plan: Plan) -> list[Plan]:
+    """The front of these plans and one more."""
+    if any(other.beats(plan.step_s, plan.memory_bytes) for other in front):
+        return front
+    front = [other for other in front if not plan.beats(other.step_s, other.memory_bytes)]
+    insort(front, plan, key=lambda p: p.step_s)
+    return front
 
 
 def _way(run: RunShape) -> Any:
@@ -384,9 +422,11 @@ def _way(run: RunShape) -> Any:
     return run.zero, run.dp_replicate, run.pipeline, run.reduce_each, run.num_microbatches == 1
 
 
-def _fitting(job: Job, shape: ModelShape, cluster: Cluster) -> Iterator[tuple[RunShape, int, int | None]]:
-    """(run, bytes, budget) of all that fits, and of what is tried first of the rest."""
-    budgets = _budgets(job, cluster)
+def _fitting(
+    job: Job, shape: ModelShape, cluster: Cluster, closed: bool = True
+) -> Iterator[tuple[RunShape, int, int | None]]:
+    """(run, bytes, budget) of all that fits, and of what is tried first of the rest; closed: Gemini's, too."""
+    budgets = _budgets(job, cluster) if closed else []
     for mesh in meshes(job, cluster):
         too_much: dict[Any, bool] = {}
         for alike in runs(job, mesh, cluster) if job.held.get("gemini.budget") is None else ():
@@ -400,18 +440,61 @@ def _fitting(job: Job, shape: ModelShape, cluster: Cluster) -> Iterator[tuple[Ru
                 if found.phases["update"] > cluster.memory_bytes:  # whatever activations are kept
                     break
             too_much[way] = least > cluster.memory_bytes
-        plain = not job.comm.is_given and not job.rounds
-        if plain and mesh.pp == mesh.cp == 1 and mesh.tp_mode == "1d" and job.allows("zero", 3):
+        if budgets and _takes_gemini(job, mesh):
             yield from _with_gemini(job, shape, mesh, cluster, budgets)
 
 
-def _budgets(job: Job, cluster: Cluster) -> list[int]:
+def _takes_gemini(job: Job, mesh: RunShape) -> bool:
+    plain = not job.comm.is_given and not job.rounds
+    return plain and mesh.pp == mesh.cp == 1 and mesh.tp_mode == "1d" and job.allows("zero", 3)
+
+
+def _budgets(job: Job, cluster: Cluster, shares: Sequence[float] = BUDGETS) -> list[int]:
     """Gemini's budgets, in whole MiB."""
     if isinstance(given := job.held.get("gemini.budget"), int):
         return [given]
     if "gemini.budget" in job.held:
         return []
-    return [int(share * cluster.memory_bytes) // 2**20 * 2**20 for share in BUDGETS]
+    return [int(share * cluster.memory_bytes) // 2**20 * 2**20 for share in shares]
+
+
+def _with_drive(
+    job: Job, shape: ModelShape, cluster: Cluster, drive: Drive, refused: list[UserError]
+) -> Iterator[Plan]:
+    """Gemini's plans with a drive below the host: of each budget those few that closed forms find the fastest.
+
+    refused  gets what is said of runs that do not fit
+    """
+    budgets = _budgets(job, cluster, BUDGETS_WITH_A_DRIVE)
+    whole = replace(cluster, host_bytes=math.inf)  # what the host does not hold may be on the drive
+    found: dict[int, list[tuple[float, int, RunShape]]] = {budget: [] for budget in budgets}
+    for mesh in meshes(job, cluster):
+        for run, _, budget in _with_gemini(job, shape, mesh, whole, budgets) if _takes_gemini(job, mesh) else ():
+            clock = StepClock(shape, run, cluster, budget)
+            seconds = max(clock.least_s(), clock.drive_s(drive.read, drive.write))
+            found[budget].append((seconds, len(found[budget]), run))
+    for budget, runs_of_budget in found.items():
+        priced = 0
+        for _, _, run in sorted(runs_of_budget)[: 2 * PRICED]:
+            if priced == PRICED:
+                break
+            try:
+                made = drive.price(run, budget)
+            except UserError as why:
+                refused.append(why)
+                continue
+            priced += 1
+            time = _time_with_drive(StepClock(shape, run, cluster, budget).time(), run, made)
+            yield Plan(run, budget, time, budget, made, drive.options)
+
+
+def _time_with_drive(closed: StepTime, run: RunShape, made: GeminiEstimate) -> StepTime:
+    """What Gemini's planner has of the step, and of the closed forms the messages between ranks, which it has not."""
+    inside, times = made.seconds_of(run.num_microbatches), 1 if made.by_blocks else run.num_microbatches
+    compute = min(inside, times * made.plan.busy_s["compute"])
+    parts = {"compute_s": compute, "messages_s": closed.messages_s, "reduced_s": closed.reduced_s}
+    parts |= {"bubble_s": 0.0, "update_s": 0.0, "host_s": inside - compute, "shared_s": closed.shared_s}
+    return StepTime(step_s=sum(parts.values()), **parts)
 
 
 def _with_gemini(

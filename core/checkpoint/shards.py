@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from core.layout import layout_of, local
+from core.pinned import host_empty
 
 
 class Shard:
@@ -152,5 +153,5 @@ class Staging:
     def _buffer(self, index: MetadataIndex, data: Tensor) -> Tensor:
         buffer = self._buffers.get(index)
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
-            return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            return host_empty(data.numel(), data.dtype, pinned=data.is_cuda).view(data.shape)
         return buffer

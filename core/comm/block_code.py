@@ -128,7 +128,11 @@ class RoundedCode:
 def pack_bits(code_NK: Tensor, bits: int) -> Tensor:
     """Several codes a byte, the first in its lowest bits."""
     per = 8 // bits
-    padded = torch.nn.functional.pad(code_NK, (0, -code_NK.shape[1] % per)).unflatten(1, (-1, per))
+    if per == 1:
+        return code_NK
+    if left := -code_NK.shape[1] % per:
+        code_NK = torch.nn.functional.pad(code_NK, (0, left))
+    padded = code_NK.unflatten(1, (-1, per))
     packed = padded[..., 0].clone()
     for place in range(1, per):
         packed |= padded[..., place] << (bits * place)

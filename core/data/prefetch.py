@@ -6,15 +6,17 @@ import queue
 import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.data.batches import Batches
+from core.streams import take_device
 
 
 class Prefetch:
     """Batches of one rank from `step` on; up to `depth` are made ahead.
 
-    pinned  in memory that a GPU copies from by itself, so that nobody waits for the copy
+    device  where they will be: for a GPU they are in pinned memory, from which it copies by itself
 
     An exception in `batch` is raised by the `next` that would have returned that batch. Close it (or use `with`) to
     stop the thread. `state()` is the JSON-able position: the step that `next` hands out next.
@@ -22,14 +24,14 @@ class Prefetch:
 
     def __init__(
         self, batches: Batches, rank: int = 0, num_ranks: int = 1, *, step: int = 0, depth: int = 2,
-        pinned: bool = False,
+        device: torch.device | None = None,
     ):  # fmt: skip
         self._batches = batches
         self._rank = rank
         self._num_ranks = num_ranks
         self._step = step
         self._depth = depth
-        self._pinned = pinned
+        self._gpu = device if device is not None and device.type == "cuda" else None
         self._thread: threading.Thread | None = None
 
     def __iter__(self) -> Prefetch:
@@ -76,9 +78,11 @@ class Prefetch:
 
     def _made(self, step: int) -> dict[str, Tensor]:
         batch = self._batches.batch(step, self._rank, self._num_ranks)
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pinned else batch
+        return batch if self._gpu is None else {name: tensor.pin_memory() for name, tensor in batch.items()}
 
     def _produce(self, step: int, ready: queue.Queue, stop: threading.Event) -> None:
+        if self._gpu is not None:
+            take_device(self._gpu)
         while not stop.is_set():
             try:
                 made = self._made(step), None

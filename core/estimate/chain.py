@@ -49,7 +49,7 @@ def estimate_chain(
 ) -> Chain:
     """The chain of a model's blocks in a step of a run in mode budget; its arguments are those of `estimate_step`.
 
-    lines  of copies to where activations may wait; without any nothing waits elsewhere. On one stage
+    lines  of copies to where activations may wait; without any nothing waits elsewhere
 
     The levels are of the whole device: parameters, gradients, the optimizer's state. The model is left as it was.
 

@@ -201,6 +201,7 @@ class _BlockBytes:
 
     stored   that stay on the device where its activations are kept in another place or form
     decoded  of compressed ones, that are there at once as they were
+    coding   in all while the end of its forward compresses them
     """
 
     input: float
@@ -210,6 +211,7 @@ class _BlockBytes:
     weighed: float | None
     stored: float
     decoded: float
+    coding: float
 
 
 def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
@@ -219,7 +221,8 @@ def _block_bytes(block: BlockShape, run: RunShape) -> _BlockBytes:
     weighed = None if block.weighed is None else run.tokens * block.weighed.bytes_per_token(run)
     decoded = working if block.decoded is None else run.tokens * block.decoded.bytes_per_token(run)
     stored = run.tokens * _stored_per_token(block, run)
-    return _BlockBytes(input, everything, selective, working, weighed, stored, decoded)
+    coding = input + everything + decoded if run.recompute_bits is None else _coding_block_bytes(block, run)
+    return _BlockBytes(input, everything, selective, working, weighed, stored, decoded, coding)
 
 
 def _stored_per_token(block: BlockShape, run: RunShape) -> float:
@@ -231,6 +234,23 @@ def _stored_per_token(block: BlockShape, run: RunShape) -> float:
         return block.input.coded_per_token(run, each) + block.everything.coded_per_token(run, each)
     whole = block.input.bytes_per_token(run) + block.everything.bytes_per_token(run)
     return whole - block.zeros.bytes_per_token(run) * (0.5 - 1 / (8 * run.width_bytes))
+
+
+def _coding_block_bytes(block: BlockShape, run: RunShape) -> float:
+    """What a block has at most while what it has saved is coded in few bits, storage behind storage.
+
+    Its input, which is coded first, and its output are there as they are all the time: others hold them.
+    """
+    assert run.recompute_bits is not None
+    saved, each = (block.input, *(block.saved or (block.everything,))), coded_bytes(run.recompute_bits)
+    whole = [run.tokens * one.bytes_per_token(run) for one in saved]
+    coded = [run.tokens * one.coded_per_token(run, each) for one in saved]
+    statistics = run.tokens * block.everything.bytes_per_token(run) - sum(whole[1:])
+    levels = []
+    for place, one in enumerate(saved):
+        level = sum(coded[: place + 1]) + sum(whole[max(place, 1) :])
+        levels.append(level + _coder_bytes(run.tokens * one.coded_per_token(run, 1), run.wide_bytes))
+    return 2 * whole[0] + statistics + max(levels)
 
 
 def _rank_memory(
@@ -260,7 +280,10 @@ def _rank_memory(
     )
     gathered = ahead + _outside_gathered_bytes(model, parts, run)
     coding = _coding_bytes(_largest_message(model, parts, run), run.comm.gradients, run.wide_bytes)
-    first_block = grads.first_block + block.input + block.everything + block.working
+    first = block.input + block.everything
+    if run.recompute == "compressed" and run.stores(stages.ranges[stage][0]):
+        first = block.stored + block.decoded
+    first_block = grads.first_block + first + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
 
     version, one_step = (size * _num_whole(parts) for size in (run.width_bytes, run.wide_bytes))
@@ -566,7 +589,12 @@ def _coding_bytes(elements: int, bits: FewBits | None, wide: int) -> int:
     if bits is None:
         return 0
     code = code_of(bits)
-    return 2 * elements * code.num_bytes // code.block + (wide + 2) * min(elements, AT_A_TIME)
+    return 2 * elements * code.num_bytes // code.block + _coder_bytes(elements, wide)
+
+
+def _coder_bytes(elements: float, wide: int) -> int:
+    """What is coded at a time: in the format in which it is rounded, in a byte each, and packed."""
+    return (wide + 2) * min(math.ceil(elements), AT_A_TIME)
 
 
 # --- activations and the head -----------------------------------------------------------------------------------------
@@ -654,7 +682,7 @@ def _stored_levels(
             level += (whole[place] if is_stored[place] else 0.0) + (whole[before[-1]] if before else 0.0)
         elif is_stored[place]:
             level += size.decoded
-            levels.append(sum(kept[:place]) + whole[place] + size.decoded - size.working)
+            levels.append(sum(kept[:place]) + size.coding - size.working)
         levels.append(level)
     return sum(kept), last, levels
 

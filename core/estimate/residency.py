@@ -57,6 +57,15 @@ class GeminiEstimate:
         return self.chunking.plan
 
     @property
+    def by_blocks(self) -> bool:
+        """Whether the plan is of all microbatches of a step, block by block."""
+        return self.orders is not None and self.orders.taken == "vertical"
+
+    def seconds_of(self, num_microbatches: int) -> float:
+        """Of a step of so many microbatches, in the order that is taken."""
+        return self.plan.step_s if self.by_blocks else self.plan.seconds_of(num_microbatches)
+
+    @property
     def device_bytes(self) -> int:
         """The most on the device at once."""
         return self.plan.device_peak_bytes + self.messages_bytes

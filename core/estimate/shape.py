@@ -150,6 +150,7 @@ class BlockShape:
     working     gradients alive at once on the way back through it
     zeros       of `everything` results of a ReLU, of which about half are zero
     decoded     of `everything`, where it is compressed, alive at once as it was; None: as much as `working`
+    saved       `everything` but statistics, storage by storage as a forward saves them; empty: one storage
     keys_dim    key/value heads x head size, which context parallelism sends
     scores_dim  heads x head size; q k^T and the sum over v cost 4 x scores_dim x length FLOPs a token
     """
@@ -160,6 +161,7 @@ class BlockShape:
     working: Kept = field(default_factory=Kept)
     zeros: Kept = field(default_factory=Kept)
     decoded: Kept | None = None
+    saved: tuple[Kept, ...] = ()
     weighed: Kept | None = None
     scores_dim: int = 0
     keys_dim: int = 0
@@ -602,6 +604,7 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
     statistics += config.num_heads + config.kv_heads if config.qk_norm else 0
     # The gradients of the hidden activations that meet before what they were made from is freed.
     meeting = 2 if config.activation == "relu" or is_gated(config.activation) else 1
+    norm = Kept(widened=composed / 2), Kept(composed / 2)  # what one that is composed keeps, too
     normed_inputs = (0 if config.parallel_residual else config.dim) + behind
     return BlockShape(
         input=Kept(replicated=config.dim),
@@ -616,11 +619,28 @@ def _decoder_block(config: DecoderConfig, composed_norms: bool) -> BlockShape:
         working=Kept(sharded=meeting * hidden, gathered=config.dim),
         zeros=Kept(sharded=hidden if config.activation == "relu" else 0),
         decoded=Kept(sharded=hidden, gathered=0 if config.activation == "relu" else config.dim),
+        saved=_saved(
+            *norm,
+            Kept(gathered=config.dim),
+            *(
+                Kept(sharded=elements)
+                for elements in (qkv, apart + composed_heads, queries if turned else 0, keys if turned else 0, queries)
+            ),
+            Kept(normed_inputs),
+            *norm,
+            Kept(gathered=config.dim),
+            *(Kept(sharded=hidden) for _ in range(mlp // hidden)),
+        ),
         # A composed norm multiplies its weight with the normalised input, and needs no more.
         weighed=Kept(composed - config.dim if composed else normed_inputs, normed + queries + hidden, 2 * config.dim),
         scores_dim=queries,
         keys_dim=keys,
     )
+
+
+def _saved(*storages: Kept) -> tuple[Kept, ...]:
+    """Those of them that there are."""
+    return tuple(storage for storage in storages if storage != Kept())
 
 
 def _expert_rows(config: DecoderConfig) -> float:
@@ -661,6 +681,14 @@ def _with_experts(block: BlockShape, config: DecoderConfig) -> BlockShape:
         working=replace(working, sharded=rows * working.sharded, gathered=0, whole=rows * dim),
         zeros=replace(block.zeros, sharded=rows * block.zeros.sharded),
         decoded=Kept(sharded=rows * config.ffn_dim, whole=rows * dim),
+        saved=(
+            *block.saved[: -1 - mlp // config.ffn_dim],
+            Kept(widened=dim),
+            *(Kept(whole=dim) for _ in range(2)),
+            Kept(whole=rows * dim),
+            *(Kept(sharded=rows * config.ffn_dim) for _ in range(mlp // config.ffn_dim)),
+            Kept(whole=rows * dim),
+        ),
         weighed=replace(
             weighed,
             sharded=weighed.sharded + (rows - 1) * config.ffn_dim,

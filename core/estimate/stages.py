@@ -24,7 +24,7 @@ def telling_ranks(split: StageSplit, config: PipelineConfig, num_microbatches: i
     telling: dict[int, tuple[Any, Sequence[float]]] = {}
     for rank in range(max(split.owners) + 1):
         stages = [(len(split.ranges[stage]), stage == 0, stage == last) for stage in split.own(rank)]
-        flying = _in_flight(split, config, rank, num_microbatches)
+        flying = in_flight(split, config, rank, num_microbatches)
         others = (other for of, other in telling.values() if of == stages)
         if all(any(own > theirs for own, theirs in zip(flying, other)) for other in others):
             telling[rank] = stages, flying
@@ -39,21 +39,21 @@ def few_microbatches(split: StageSplit, config: PipelineConfig, rank: int, num_m
     """
 
     def fullest(number: int) -> tuple[Any, ...]:
-        flying = [_in_flight(split, config, rank, number, beside_gradients) for beside_gradients in (False, True)]
-        return *flying, set(_kinds(_actions(split, config, rank, number)))
+        flying = [in_flight(split, config, rank, number, beside_gradients) for beside_gradients in (False, True)]
+        return *flying, set(_kinds(actions_of(split, config, rank, number)))
 
     most, numbers = fullest(num_microbatches), range(min(3, num_microbatches), num_microbatches)
     return next((number for number in numbers if fullest(number) == most), num_microbatches)
 
 
-def _in_flight(
+def in_flight(
     split: StageSplit, config: PipelineConfig, rank: int, num_microbatches: int, beside_gradients: bool = False
 ) -> Sequence[float]:
     """The peaks of a rank's forwards whose backward is to come: of all its stages together and of each.
 
     beside_gradients  only behind the first gradients of all its stages' weights
     """
-    actions = _actions(split, config, rank, num_microbatches)
+    actions = actions_of(split, config, rank, num_microbatches)
     own, behind = split.own(rank), 0
     if beside_gradients:
         gives = [action.stage if action.kind in (Kind.BACKWARD, Kind.WEIGHTS) else None for action in actions]
@@ -66,7 +66,8 @@ def added(sums: Sums, more: Sums, times: int = 1) -> Sums:
     return {key: sums.get(key, 0) + times * more.get(key, 0) for key in {**sums, **more}}
 
 
-def _actions(split: StageSplit, config: PipelineConfig, rank: int, num_microbatches: int) -> Sequence[Action]:
+def actions_of(split: StageSplit, config: PipelineConfig, rank: int, num_microbatches: int) -> Sequence[Action]:
+    """What a rank does in a step, in order."""
     return schedule(config.schedule, max(split.owners) + 1, num_microbatches, config.chunks).ranks[rank]
 
 

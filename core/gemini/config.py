@@ -15,6 +15,9 @@ from core.gemini.tier import parse_bytes
 class GeminiConfig:
     RENAMED: ClassVar[Mapping[str, str]] = {"trace": "figure"}
 
+    SAYS_OF_MOVES: ClassVar[tuple[str, ...]] = ("figure", "host", "disk", "policy", "order")
+    """Options that are refused without a budget."""
+
     budget: str | None = None
     """device memory of a rank, such as 10GiB: model data that does not fit in it lives on the host; None: no Gemini"""
 
@@ -64,11 +67,5 @@ class GeminiConfig:
 
     def _given_in_vain(self) -> str | None:
         """An option that says something of moves, with its value."""
-        given = {
-            "figure": self.figure,
-            "host": self.host,
-            "disk": self.disk,
-            "policy": None if self.policy == "auto" else self.policy,
-            "order": None if self.order == "auto" else self.order,
-        }
-        return next((f"gemini.{name}={value}" for name, value in given.items() if value is not None), None)
+        given = {name: getattr(self, name) for name in self.SAYS_OF_MOVES}
+        return next((f"gemini.{name}={value}" for name, value in given.items() if value not in (None, "auto")), None)

@@ -41,6 +41,8 @@ THREADS = 4
 NOW, SOON, LATER = 0, 1, 2
 """How urgent a transfer is."""
 PROBE_BYTES = 32 << 20
+PROBES = ".probe-*"
+"""Files of `drive_speed`: what a process that was killed has left of it."""
 DESCRIBED_DRIVE = 3.5e9, 2.5e9
 """Bytes a second that a PCIe 3 SSD reads and writes, for a drive that is not here."""
 
@@ -214,7 +216,7 @@ def mapped_temporary(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> 
 
 def drive_speed(folder: Path) -> tuple[float, float]:
     """Bytes a second that are read and written in a folder, past the page cache: of the better of two tries each."""
-    path = folder / f".probe-{os.getpid()}"
+    path = folder / PROBES.replace("*", str(os.getpid()))
     file = DirectFile(path, create=True)
     try:
         file.grow(0, PROBE_BYTES)

@@ -46,6 +46,7 @@ from core.gemini.slots import Slots
 from core.gemini.waiting import WaitingGradients
 from core.optim.sharded import make_state
 from core.pinned import host_empty
+from core.streams import take_device
 
 GO_ON = "the drive has lost it: go on from a checkpoint, with --resume and another --gemini.disk"
 
@@ -70,7 +71,7 @@ class _Write:
 class Disk:
     """folders    of this rank, which the process holds
     drives     of those, with a file of this process in each
-    pinned     whether a GPU copies from the places by itself
+    device     where the model computes: a GPU copies from the places by itself
     every      steps from one that is made durable to the next
     early      chunks whose update has begun before the step's end -> what says when it is over
     housed     chunks that live in the host's memory -> that, laid out as a slot
@@ -80,8 +81,8 @@ class Disk:
     shows_averages  what is fetched are those
     """
 
-    def __init__(self, folders: Folders, pinned: bool, optimizer: torch.optim.Optimizer, every: int):
-        self.optimizer, self.pinned, self.folders, self.every = optimizer, pinned, folders, every
+    def __init__(self, folders: Folders, device: torch.device, optimizer: torch.optim.Optimizer, every: int):
+        self.optimizer, self.pinned, self.folders, self.every = optimizer, device.type == "cuda", folders, every
         self.agree: Callable[[], object] = lambda: None
         self.averages: Mapping[str, Tensor] = {}
         self.shows_averages = False
@@ -95,7 +96,7 @@ class Disk:
         self.updates = False  # values are being replaced: what is fetched next may be old still
         self._drive: dict[str, Drive] = {drive.file.path.name: drive for drive in self.drives}
         self.housed: dict[Chunk, Tensor] = {}
-        self.waiting = WaitingGradients(pinned)
+        self.waiting = WaitingGradients(self.pinned)
         self._places: list[Tensor] = []
         self._free: list[Tensor] = []
         self._area: Area  # of values
@@ -106,8 +107,9 @@ class Disk:
         self._coming: deque[Chunk] = deque()  # those of them that have not been read
         self._before: dict[Chunk, dict[str, dict[str, Any]]] = {}  # numbers of their optimizer's state
         self._returned: set[Chunk] = set()  # whose gradients were not final, though they were taken for it
-        self._updater = ThreadPoolExecutor(1, thread_name_prefix="updates")
-        self._committer = ThreadPoolExecutor(1, thread_name_prefix="commits")
+        self._updater, self._committer = (
+            ThreadPoolExecutor(1, name, initializer=take_device, initargs=(device,)) for name in ("updates", "commits")
+        )
         self._committed: Future[None] | None = None  # over when the last step that was committed is durable
         self._lock = RLock()  # of places and of what is under way
 
@@ -285,7 +287,7 @@ class Disk:
     def forget_ahead(self) -> None:
         """What was read ahead is of no use any more: it becomes old."""
         while self._ahead:
-            self._area.give(_waited(self._ahead.popitem()[1]))
+            self._area.give(_settled(self._ahead.popitem()[1]))
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -306,7 +308,7 @@ class Disk:
         self.reopen(chunk)
         read = self._ahead.pop(chunk, None) or self._read_values(chunk, NOW)
         while read is None:  # what was read ahead is not needed now
-            self._area.give(_waited(self._ahead.pop(max(self._ahead, key=self._place_in_order))))
+            self._area.give(_settled(self._ahead.pop(max(self._ahead, key=self._place_in_order))))
             read = self._read_values(chunk, NOW)
         if not self.updates:
             self._go_on_behind(chunk)
@@ -584,6 +586,9 @@ class Disk:
         Within `loading`.  Raises UserError for one of other names, shapes or formats, and for bytes that are not those
         that were written.
         """
+        for chunk, slots in self.slots.items():
+            if chunk not in self.away and chunk not in self.housed:
+                slots.take_state()
         tensors = {(p.name, p.key): tensor for slots in self.slots.values() for tensor, p in slots.tensors()}
         generation.require(self.folders.paths[0], tensors)
         files = {name: DirectFile(self.folders.path_of(name, generation)) for name in generation.files}
@@ -624,7 +629,8 @@ class Disk:
             committed.result()
 
 
-def _waited(read: _Read) -> Tensor:
+def _settled(read: _Read) -> Tensor:
+    """The memory of a read that nobody asks for any more, however it went."""
     for transfer in read.transfers:
-        transfer.wait()
+        transfer.settle()
     return read.place

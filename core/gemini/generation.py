@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from core.config import UserError
-from core.files import Damaged, replace_file, signed, sync_folder, unsigned
-from core.gemini.direct import DirectFile
-from core.gemini.slots import Part, Slots
+from core.files import Damaged, asides, replace_file, signed, sync_folder, unsigned
+from core.gemini.direct import PROBES, DirectFile
+from core.gemini.slots import Part, Slots, numbers_of
 from core.run_folder import hold
 
 RECORDS = ("generation-0.json", "generation-1.json")
@@ -62,12 +62,11 @@ class Generation:
     @classmethod
     def of(cls, step: int, run: str, slots: Iterable[Slots], values: dict[str, Any], blob: bytes) -> "Generation":
         """That of the latest slots of all chunks."""
-        chunks, numbers = [], {}
+        slots, chunks = list(slots), []
         for one in slots:
             sums, regions = one.checksums[one.latest], [(a, b) for a, b in one.regions]
             chunks.append(StoredChunk(one.file, one.offset(one.latest), one.num_bytes, regions, sums, one.parts))
-            numbers |= one.numbers
-        return cls(step, run, chunks, numbers, values, blob)
+        return cls(step, run, chunks, numbers_of(slots), values, blob)
 
     @property
     def files(self) -> list[str]:
@@ -147,6 +146,8 @@ class Folder:
         return {generation.step: generation for generation in self.found.values()}
 
     def _open(self) -> None:
+        for left in (*self.path.glob(PROBES), *(aside for name in RECORDS for aside in asides(self.path / name))):
+            left.unlink()
         for name in RECORDS:
             record = self.path / name
             if not record.exists():

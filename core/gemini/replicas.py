@@ -266,6 +266,9 @@ class GeminiReplicas(DataParallel):
             self.planned = self._in_order(traced, self.planned, losses, units, lambda step: planned(step)[1])
             names, chunks = self.planned.parameters, self.planned.trace.chunks
             on_disk, waiting = self.planned.plan.on_disk, self.planned.plan.waiting
+            if self.warms_up and self.disk is not None:  # nothing lives on the device yet, and the host is no larger
+                on_disk |= to_disk(chunks, frozenset(), self.host.budget_bytes)
+                waiting |= to_wait(chunks, frozenset(), on_disk, self.host.budget_bytes)
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
         dealt = [] if self.disk is None else deal(chunks, on_disk, speeds, waiting)
@@ -434,7 +437,7 @@ class GeminiReplicas(DataParallel):
                 f"gemini.disk={self.config.disk} with {type(optimizer).__name__}: what follows or looks at whole steps "
                 "needs all masters at once; use another --optim.name"
             )
-        self.disk = Disk(folders, self.device.type == "cuda", optimizer, self.config.durable_every)
+        self.disk = Disk(folders, self.device, optimizer, self.config.durable_every)
         if self.average is not None:
             self.disk.averages = self.average.tensors
         at_once = self.mesh.size() > 1 and self._can_update_early and stage_axis(self.mesh) is None
@@ -743,7 +746,8 @@ class GeminiReplicas(DataParallel):
     def publish(self) -> None:
         if self.executor is None:
             return
-        self.host.note(self._host_bytes())
+        if self._warming is None:  # until then the host has what will live on the device, too
+            self.host.note(self._host_bytes())
         for chunk in self.chunks:
             if chunk not in self._renewed:
                 self._renew(chunk)

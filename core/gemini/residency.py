@@ -102,6 +102,11 @@ class ResidencyPlan:
         """Over the link in a step, both ways."""
         return self.to_device_bytes + self.to_host_bytes
 
+    def seconds_of(self, num_microbatches: int) -> float:
+        """Of a step of so many microbatches, each of which takes as long as what works longest beside the updates."""
+        each = max(seconds for what, seconds in self.busy_s.items() if what != "host_update")
+        return self.step_s + (num_microbatches - 1) * each
+
     @property
     def bound(self) -> str:
         """The part that works longest in a step: one of the keys of `busy_s`."""

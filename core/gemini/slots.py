@@ -11,7 +11,7 @@ Whoever updates reads the latest slot whole and writes the one that the last dur
 byte of that generation is ever written over. Whoever fetches reads one region.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +122,7 @@ class Slots:
 
     def fill(self, slot: Tensor) -> None:
         """Copy what the chunk has now into those bytes."""
+        self.take_state()
         for tensor, part in self.tensors():
             part.of(slot).copy_(tensor)
         masters = self._masters
@@ -146,6 +147,19 @@ class Slots:
 
     def settle_state(self) -> None:
         """The optimizer may have put other tensors in the place of its own: their values go to the slot."""
+        for member, key, tensor in self._now():
+            kept = self.state[member][key]
+            if tensor is not kept:
+                kept.copy_(tensor)
+                self.live[member][key] = kept
+
+    def take_state(self) -> None:
+        """Of a chunk in no slot the state is what the optimizer has now: other tensors, or such on the device."""
+        for member, key, tensor in self._now():
+            self.state[member][key] = tensor
+
+    def _now(self) -> Iterator[tuple[Member, str, Tensor]]:
+        """The tensors that the optimizer keeps."""
         for member, live in self.live.items():
             for key, tensor in _with_dims(live).items():
                 kept = self.state[member].get(key)
@@ -153,14 +167,12 @@ class Slots:
                     raise RuntimeError(
                         f"{member.name}: the optimizer's {key} was not there, or of another shape, before"
                     )
-                if tensor is not kept:
-                    kept.copy_(tensor)
-                    live[key] = kept
+                yield member, key, tensor
 
     @property
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps beside tensors with dims (how many steps it has taken): name -> key -> value."""
-        return {m.name: {k: _number(v) for k, v in kept.items() if _is_number(v)} for m, kept in self.live.items()}
+        """See `numbers_of`."""
+        return numbers_of([self])
 
     def set_numbers(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         for member, live in self.live.items():
@@ -208,13 +220,30 @@ class Slots:
             self._region(offset - self._end)
 
 
+def numbers_of(slots: Iterable[Slots]) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps beside tensors with dims (how many steps it has taken): name -> key -> value.
+
+    Those on a device are read together.
+    """
+    found = {
+        member.name: {key: value for key, value in kept.items() if _is_number(value)}
+        for one in slots for member, kept in one.live.items()
+    }  # fmt: skip
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str]]] = {}
+    for kept in found.values():
+        for key, value in kept.items():
+            if isinstance(value, Tensor):
+                alike.setdefault((value.device, value.dtype), []).append((kept, key))
+    for places in alike.values():
+        values = torch.stack([kept[key] for kept, key in places]).tolist()
+        for (kept, key), value in zip(places, values, strict=True):
+            kept[key] = value
+    return found
+
+
 def _with_dims(kept: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value for key, value in kept.items() if isinstance(value, Tensor) and value.ndim}
 
 
 def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and not value.ndim)
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

@@ -53,6 +53,7 @@ class Frozen(ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[str, Tensor]):
         self.optimizer, self.masters = optimizer, masters
         self.in_signs = dict.fromkeys(masters, 0)
+        self._steps: dict[str, int] | None = None  # what the optimizer counts, once it was read
         self.groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         betas = {tuple(group["betas"]) for group in optimizer.param_groups}
         if len(betas) != 1:
@@ -86,7 +87,7 @@ class Frozen(ABC):
         """t, 0 before the first step, and the place of its group; both 0 of a part without elements."""
         group = self.groups.get(id(self.masters[name]))
         places = (place for place, one in enumerate(self.optimizer.param_groups) if one is group)
-        return int(self._state(name).get("step", 0)), next(places, 0)
+        return self._taken.get(name, 0), next(places, 0)
 
     def root(self, name: str) -> Tensor | None:
         """r"""
@@ -94,12 +95,22 @@ class Frozen(ABC):
 
     def _learned(self, name: str) -> int:
         """k"""
-        return int(self._state(name)["step"]) - self.in_signs[name]
+        return self._taken[name] - self.in_signs[name]
+
+    @property
+    def _taken(self) -> dict[str, int]:
+        """t of each parameter that has taken a step: fused updates count on the device, which is read once."""
+        if self._steps is None:
+            counts = {name: self._state(name)["step"] for name in self.masters if "step" in self._state(name)}
+            read = torch.stack([torch.as_tensor(count) for count in counts.values()]).tolist() if counts else []
+            self._steps = {name: int(count) for name, count in zip(counts, read, strict=True)}
+        return self._steps
 
     @torch.no_grad()
     def step(self, in_signs: bool) -> None:
         if not in_signs:
             self.learn()
+            self._steps = None
             return
         present = [name for name, master in self.masters.items() if master.grad is not None]
         self.count(present)
@@ -110,6 +121,7 @@ class Frozen(ABC):
         for name in names:
             self.in_signs[name] += 1
             if name in self._held((name,)):
+                self._taken[name] += 1
                 self._state(name)["step"] += 1
 
     def _held(self, names: Iterable[str]) -> list[str]:
@@ -137,7 +149,7 @@ class Frozen(ABC):
 
     def _direction(self, name: str, m: Tensor) -> Tensor:
         """u, without its bound"""
-        return (m / (1 - self.beta1 ** int(self._state(name)["step"]))).div_(self._root(name))
+        return (m / (1 - self.beta1 ** self._taken[name])).div_(self._root(name))
 
     def _bounded(self, u: Tensor) -> Tensor:
         return u.clamp_(-self.bound, self.bound)
@@ -146,7 +158,7 @@ class Frozen(ABC):
         return dict(self.in_signs)
 
     def restore(self, counts: Mapping[str, int]) -> None:
-        self.in_signs = {name: int(counts[name]) for name in self.masters}
+        self.in_signs, self._steps = {name: int(counts[name]) for name in self.masters}, None
 
 
 class FrozenAdam(Frozen):
@@ -164,6 +176,7 @@ class FrozenAdam(Frozen):
             grad, m, v = own(master.grad), own(state["exp_avg"]), own(state["exp_avg_sq"])
             m.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
             v.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+            self._taken[name] += 1
             state["step"] += 1
             self._apply(name, self._direction(name, m))
 
@@ -240,7 +253,7 @@ class FrozenLamb(Frozen):
         m.copy_(own(grad))
         moves, root = self.moves(name), self._root(name)
         assert moves is not None
-        fresh = (w / (1 - self.beta2 ** int(state["step"]))).sqrt_().add_(self.groups[id(master)]["eps"])
+        fresh = (w / (1 - self.beta2 ** self._taken[name])).sqrt_().add_(self.groups[id(master)]["eps"])
         ratio = (root / fresh).mul_(moves)
         return ratio.max().reshape(1) if ratio.numel() else ratio.new_zeros(1)
 

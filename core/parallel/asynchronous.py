@@ -51,6 +51,7 @@ from core.parallel.data import DataParallel, allocate, begin, cast_parameter, on
 from core.parallel.parallel_model import Told
 from core.placement.table import Table, parameter_names, set_parameter
 from core.precision import Precision, compute_dtype, master_dtype
+from core.streams import take_device
 
 NEVER = 2**52
 """A step that none reaches, and that fp64 tells from its neighbours."""
@@ -471,6 +472,8 @@ class _Server:
         _wait([work for work, _ in self._sent.values()])
 
     def _serve(self) -> None:
+        for master in self.masters[:1]:
+            take_device(master.device)
         left = self.num_workers - 1
         try:
             while left:

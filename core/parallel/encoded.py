@@ -135,7 +135,7 @@ def encode(flat: Tensor, bits: int | None, foreseen: bool = False) -> Code | Non
     if flat.is_floating_point():
         return _without_zeros(flat)
     if flat.dtype in (torch.int16, torch.int32, torch.int64) and len(flat):
-        least, largest = (int(value) for value in flat.aminmax())
+        least, largest = torch.stack(flat.aminmax()).tolist()
         for dtype in (torch.uint8, torch.int16, torch.int32):
             limits = torch.iinfo(dtype)
             if dtype.itemsize < flat.dtype.itemsize and limits.min <= least and largest <= limits.max:

@@ -60,6 +60,7 @@ from core.parallel.data import in_buckets
 from core.parallel.feedback import compared, figures_of
 from core.parallel.parallel_model import Ended, ParallelModel
 from core.parallel.regroup import ROUNDS, Read, Regrouping, of_worker
+from core.streams import DeviceStreams, take_device
 
 WORKERS = "dp_replicate"
 """The axis whose ranks are workers."""
@@ -193,14 +194,23 @@ class _Sum(NamedTuple):
 
 
 class _Arriving:
-    """A sum that is made while steps go on, by a thread of its own.
+    """A sum that is made while steps go on, by a thread of its own, on a GPU in a stream of its own.
 
-    due    steps of the run after which it is taken
-    after  the one before it: two threads must not send over a group at a time, and all workers send in one order
+    due     steps of the run after which it is taken
+    beside  the stream in which it is made, and whose it is
+    after   the one before it: two threads must not send over a group at a time, and all workers send in one order
     """
 
-    def __init__(self, work: Callable[[], _Sum], due: int, after: "_Arriving | None" = None):
+    def __init__(
+        self,
+        work: Callable[[], _Sum],
+        due: int,
+        beside: tuple[DeviceStreams, torch.cuda.Stream | None],
+        after: "_Arriving | None" = None,
+    ):
         self.due, self._work, self._after = due, work, after
+        self._streams, self._stream = beside
+        self._given, self._made = self._streams.mark(), None
         self._result: _Sum | None = None
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="outer sum", daemon=True)
@@ -211,7 +221,11 @@ class _Arriving:
             if self._after is not None:
                 self._after._thread.join()
                 self._after = None
-            self._result = self._work()
+            take_device(self._streams.device)
+            with self._streams.inside(self._stream):
+                self._streams.wait(self._given)
+                self._result = self._work()
+                self._made = self._streams.mark()
         except Exception as failed:  # told by who waits for it
             self._failed = failed
 
@@ -219,6 +233,7 @@ class _Arriving:
         self._thread.join()
         if self._result is None:
             raise RuntimeError("the sum over workers has failed") from self._failed
+        self._streams.wait(self._made)
         return self._result
 
 
@@ -269,6 +284,8 @@ class LocalTraining:
         self._lost: Tensor | None = None
         self._others: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self._latest: _Arriving | None = None
+        streams = DeviceStreams(parallel.device)
+        self._beside = streams, streams.another() if config.overlap else None
         self.ends_elsewhere = False
         """`end_step` ends no rounds; `end_round` does"""
         self._loaded: tuple[Tensor, dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -315,7 +332,7 @@ class LocalTraining:
 
     def begin_step(self, weight: Tensor) -> None:
         """Take note of the items of this worker's step, alike on all of its ranks."""
-        self._weight = weight.detach().to(self._weight).reshape(())
+        self._weight = weight.detach().to(self._weight, non_blocking=True).reshape(())
 
     @torch.no_grad()
     def share_gradients(self, step: int) -> None:
@@ -370,7 +387,8 @@ class LocalTraining:
                 continue
             work = self._send(fragment, self._reports(fragment, step))
             if self.config.overlap and not is_last:
-                self._latest = fragment.arriving = _Arriving(work, step + 1 + self.config.overlap, self._latest)
+                due = step + 1 + self.config.overlap
+                self._latest = fragment.arriving = _Arriving(work, due, self._beside, self._latest)
             else:
                 found.append(self._take(fragment, work(), 0.0))
         if not found:
@@ -651,7 +669,7 @@ class LocalTraining:
                 told = row[4:].clone()
                 told[3] = 0  # who was asked to stop has stopped
                 found = _Sum(told, flat, flat_buffers)
-                fragment.arriving = _Arriving(partial(_known, found), int(row[3]))
+                fragment.arriving = _Arriving(partial(_known, found), int(row[3]), self._beside)
         if self._joins:
             self.begin_at_theta()
         self._loaded, self._joins = None, False

@@ -152,7 +152,7 @@ def stage_of(chain: Chain, blocks: range, flying: int) -> Chain:
             again=of.again - base,
             whole=lower(of.whole),
             lean={keeps: lower(how) for keeps, how in of.lean.items()},
-            away={},  # of a microbatch in flight, too, which is not reckoned with
+            away={form: lower(how) for form, how in of.away.items()},
         )
         for of in own
     ]
@@ -160,7 +160,7 @@ def stage_of(chain: Chain, blocks: range, flying: int) -> Chain:
     is_last = blocks.stop == len(chain.blocks)
     output = chain.output if is_last else chain.blocks[blocks.stop].input
     head, shared = (chain.head - base, chain.shared) if is_last else (0, 0)
-    return Chain(tuple(lowered), output, head, shared, single=chain.single, flying=flying)
+    return Chain(tuple(lowered), output, head, shared, single=chain.single, flying=flying, lines=chain.lines)
 
 
 def textbook_chain(
@@ -213,7 +213,8 @@ class Simulated:
     runs            of each block, how often its forward ran
     back_bytes      of each block, what there is of the chain when its backward begins
     waits_s         in which nothing is computed, for copies
-    away_bytes      that wait elsewhere, by where
+    away_bytes      of each microbatch that wait elsewhere, by where
+    standing_bytes  of all microbatches in flight, while another stage of the same rank is at work
     """
 
     peak_bytes: int
@@ -225,6 +226,7 @@ class Simulated:
     back_bytes: tuple[int, ...]
     waits_s: float = 0.0
     away_bytes: Mapping[Form, int] = field(default_factory=dict)
+    standing_bytes: int = 0
 
 
 def keeps_of(item: int | Lean | Away) -> Keeps:
@@ -278,8 +280,13 @@ class _Simulation:
         nobody_shares = all(of.keeps_all(self.how.get(index)) for index, of in enumerate(self.blocks))
         head = self.chain.head - (self.chain.shared if nobody_shares else 0)
         handed_on = 0 if last in self.kept else self.chain.output
-        others = (self.chain.flying - 1) * (forward + handed_on)
+        # Of the microbatch that ran last the last block is still there, whatever it sends, until a block runs again.
+        still = sum(self._how_of(index).away for index in self.forms.keys() - self.gone)
+        each_other, flying = forward - still + handed_on, self.chain.flying
+        others = (flying - 1) * each_other + (still if flying > 1 else 0)
         self._note(head, handed_on)
+        if still and flying > 1:  # that of the one whose backward begins has to come back
+            self._wait(self.seconds + self._how_of(last).fetch_s)
         for index in range(last, -1, -1):
             self._fetch(index - 1)
             if index not in self.kept:
@@ -290,7 +297,7 @@ class _Simulation:
         sums = self.seconds, self.again_s, self.again_flops
         each = tuple(self.runs), tuple(self.back_bytes)
         peak = max(self.chain.least, self.peak + others)
-        return Simulated(peak, forward, *sums, *each, self.waits_s, self.away_bytes)
+        return Simulated(peak, forward, *sums, *each, self.waits_s, self.away_bytes, flying * each_other + still)
 
     def _note(self, beside: int, more: int) -> None:
         self.peak = max(self.peak, beside + self.alive + more)

@@ -30,6 +30,7 @@ from core.config import UserError
 from core.keeper import Head, Keeper, start_keeper
 from core.layout import local
 from core.members import Members, parse_address
+from core.pinned import host_empty
 from core.runtime import agreed, gathered
 from core.watch import place
 
@@ -158,7 +159,7 @@ class Buddies:
         flat = [local(tensor).detach().reshape(-1).view(torch.uint8) for tensor in tensors.values()]
         sizes = [len(one) for one in flat]
         if len(self._staged) != sum(sizes):
-            self._staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=any(one.is_cuda for one in flat))
+            self._staged = host_empty(sum(sizes), torch.uint8, pinned=any(one.is_cuda for one in flat))
         for place_, one in zip(self._staged.split(sizes), flat, strict=True):
             place_.copy_(one, non_blocking=True)
         if self._staged.is_pinned():

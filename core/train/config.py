@@ -251,11 +251,6 @@ class TrainConfig(ParallelConfig):
         if isinstance(optim, AdamConfig) and (optim.amsgrad or optim.weight_decay):
             name = "amsgrad" if optim.amsgrad else "weight_decay"
             raise UserError(f"{given} with optim.{name}={getattr(optim, name)} of adam; use --optim.name adamw")
-        if self.comm.has_local_steps and self.local.every:
-            raise UserError(
-                f"comm.local_steps={self.comm.local_steps} with local.every={self.local.every}: both let ranks take "
-                "steps by themselves; leave one out"
-            )
 
     def _check_workers(self, rounds: LocalTrainingConfig) -> None:
         """Raises UserError where it is not said what a worker is, and for what is of all ranks' rows in each step."""

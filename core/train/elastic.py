@@ -203,6 +203,7 @@ class Replica:
             grads = [local(master.grad) for master in among if master.grad is not None]
             if grads and self.group.size > 1:
                 flat = self.group.sum(torch.cat([grad.flatten() for grad in grads]).mul_(own / total).cpu())
+                flat = flat.to(grads[0].device)  # in one copy
                 for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                     grad.copy_(piece.view_as(grad))
         self.verdict = self._members.vote(self._leaves())
@@ -449,8 +450,8 @@ class Run:
     def _batches(self, generation: Generation) -> Iterator[tuple[Prefetch, Rows]]:
         """This rank's batches, from the next step on, and who has which rows."""
         rows = Rows(self.batches, self.members.position, len(generation.members))
-        pinned = self.parallel.device.type == "cuda"
-        with Prefetch(rows, self.axis.get_local_rank(), self.axis.size(), step=self.step, pinned=pinned) as source:
+        place, device = (self.axis.get_local_rank(), self.axis.size()), self.parallel.device
+        with Prefetch(rows, *place, step=self.step, device=device) as source:
             yield source, rows
 
     def _deal(self, generation: Generation, rows: Rows) -> dict[int, range]:

@@ -144,9 +144,7 @@ def fit(
             progress.message(f"continuing after step {first}{state.changed()}")
         if config.optim.plan:
             progress.message(groups_in_words(config.optim, parallel.masters))
-        ahead = Prefetch(
-            batches, axis.get_local_rank(), axis.size(), step=first or 0, pinned=parallel.device.type == "cuda"
-        )
+        ahead = Prefetch(batches, axis.get_local_rank(), axis.size(), step=first or 0, device=parallel.device)
         source = stack.enter_context(ahead)
         stop = stack.enter_context(StopRequest())
         meter = Meter(parallel, config, runtime, flops_per_token)

@@ -6,24 +6,28 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from core.auto.checkpointing import Checkpointing, fastest, frontier
+from core.auto.checkpointing import Checkpointing, RankBytes, fastest, frontier
 from core.compose import ParallelConfig, with_stages
 from core.config import UserError, in_words, size_in_bytes
 from core.estimate.chain import estimate_chain
+from core.estimate.stages import actions_of, in_flight
 from core.estimate.step import estimate_places
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
-from core.parallel.pipeline.schedule import SCHEDULES, PipelineConfig
+from core.parallel.pipeline.schedule import PipelineConfig, most_in_flight
 from core.parallel.pipeline.stages import split_into_stages
 from core.parallel.recompute import RecomputeConfig
+from core.placement.stages import StageSplit
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan, model_plan
 from core.trace.chain import Chain, Line, Simulated, stage_of
 from core.trace.machine import Bandwidth, Speed
-from core.trace.segments import Away, Form
+from core.trace.segments import Away, Form, Segments
 
 TRIES = 4
 """Each a trace of the step, of a pipeline's stages of all ranks'."""
+MOST_OF_A_STAGE = 48
+"""Of the choices of each stage, so many are joined with those of a rank's other stages."""
 WHERE: Mapping[Form, str] = {"host": "on the host", "disk": "on the drive", "compressed": "in fewer bytes"}
 
 
@@ -42,8 +46,8 @@ def choose_segments(
 
     lines  of copies to where activations may wait: `lines_of`. Without any they wait nowhere else
 
-    Of a pipeline each stage's are chosen alone, in what its rank has left beside for the microbatches in flight; there
-    everything is kept where it is, or computed again.
+    Of a pipeline each rank's are chosen alone, in what it has left beside for the microbatches that its stages have in
+    flight; of as many something waits elsewhere.
 
     Raises UserError where none do, and says the smallest budget that some do.
     """
@@ -73,13 +77,21 @@ def lines_of(recompute: RecomputeConfig, kind: str, link: Bandwidth) -> dict[For
 
 
 def within(chain: Chain, room: Mapping[Form, int]) -> Chain:
-    """The chain of which no more bytes wait somewhere than there is room for: those of the first blocks may."""
-    blocks, left = [], dict(room)
+    """The chain of which no more bytes wait somewhere than there is room for: those of the first blocks may.
+
+    Of a pipeline's stage those of each microbatch in flight do.
+    """
+    return _taking(chain, dict(room))
+
+
+def _taking(chain: Chain, left: dict[Form, int]) -> Chain:
+    """The same; what its blocks may send is taken from what is left."""
+    blocks = []
     for of in chain.blocks:
-        away = {form: how for form, how in of.away.items() if how.away <= left.get(form, how.away)}
-        for form, how in away.items():
-            if form in left:
-                left[form] -= how.away
+        sent = {form: chain.flying * how.away for form, how in of.away.items()}
+        away = {form: how for form, how in of.away.items() if sent[form] <= left.get(form, sent[form])}
+        for form in left.keys() & away.keys():
+            left[form] -= sent[form]
         blocks.append(replace(of, away=away))
     return replace(chain, blocks=tuple(blocks))
 
@@ -111,7 +123,7 @@ class _Step:
                 break
             if not any(isinstance(item, Away) for item in found.segments):
                 return found
-            (peak,) = self._peaks(self.plan, [found])
+            (peak,) = self._peaks(self.plan, found.segments)
             if peak <= budget:
                 return replace(found, step=replace(found.step, peak_bytes=peak))
             beside += max(1, peak - (budget - beside))
@@ -126,64 +138,152 @@ class _Step:
         )
 
     def chain(self) -> Chain:
-        """That of the whole model, on one stage."""
+        """That of the whole model, as on one stage."""
         own: dict[str, Any] = {f.name: getattr(self.parallel, f.name) for f in fields(ParallelConfig)}
         mesh = replace(self.mesh, pp=1)
         alone = ParallelConfig(**{**own, "pipeline": PipelineConfig()})
         given = self.model, self.loss, mesh, alone, self.speed, self.plan, self.optimizer, self.num_microbatches
-        return estimate_chain(*given, None if self.mesh.pp > 1 else self.lines)
+        return estimate_chain(*given, self.lines)
 
     def of_stages(self, budget: int) -> Checkpointing:
         """Those of a pipeline.
 
-        1. Each stage's frontier comes from its part of the chain, for as many microbatches as its rank has in flight.
+        1. Each stage's frontier comes from its part of the chain, for as many microbatches as its rank has in flight of
+           it; a rank's comes from those of its stages.
         2. The ranks' steps are traced with the smallest of each: what they take beside is the rest of their peaks.
         3. In the budget less that the fastest are taken, and traced again; where one takes more, it gets less.
+        4. Where that finds none, the same is done once more with nothing elsewhere.
         """
         pp, pipeline = self.mesh.pp, self.parallel.pipeline
         self.parallel.check_pipeline(pp)
         plan = with_stages(self.plan, self.model, pp)
         assert plan.pipeline is not None
         split = split_into_stages(self.model, plan.pipeline, pp, pipeline)
-        chain, in_flight = self.chain(), SCHEDULES[pipeline.schedule].in_flight
+        chain, least = self.chain(), list[int]()
         if len(chain.blocks) != split.ranges[-1].stop:
             raise UserError(
                 f"recompute.mode=budget with mesh.pp={pp}: the model has blocks outside of its stages; use "
                 "--recompute.mode full, sqrt or recursive"
             )
-        choices = [
-            frontier(stage_of(chain, blocks, in_flight(pp, rank, self.num_microbatches, pipeline.chunks)))
-            for rank, blocks in enumerate(split.ranges)
-        ]
+        here = replace(chain, blocks=tuple(replace(of, away={}) for of in chain.blocks), lines={})
+        for of in (chain, here) if any(block.away for block in chain.blocks) else (chain,):
+            choices = [self._of_rank(of, split, rank) for rank in range(pp)]
+            found, peaks = self._within(choices, plan, budget)
+            if max(peaks) <= budget:
+                return self._together(found, peaks, split)
+            least.append(max(peaks))
+        return self.refuse(min(least))
+
+    def _within(
+        self, choices: Sequence[Sequence["_OfRank"]], plan: ModelPlan, budget: int
+    ) -> tuple[list["_OfRank"], list[int]]:
+        """Of each rank the fastest that keeps to the budget, and what it takes; the smallest where none does."""
         smallest = [of[0] for of in choices]
-        least = self._peaks(plan, smallest)
+        least = self._peaks(plan, _segments(smallest))
         if max(least) > budget:
-            self.refuse(max(least))
+            return smallest, least
         beside = [peak - one.peak_bytes for peak, one in zip(least, smallest, strict=True)]
         for _ in range(TRIES):
             found = [fastest(of, budget - more) or of[0] for of, more in zip(choices, beside, strict=True)]
-            peaks = self._peaks(plan, found)
+            peaks = self._peaks(plan, _segments(found))
             if max(peaks) <= budget:
-                return _together(found, max(peaks))
+                return found, peaks
             beside = [max(more, peak - one.peak_bytes) for more, peak, one in zip(beside, peaks, found, strict=True)]
-        return _together(smallest, max(least))
+        return smallest, least
 
-    def _peaks(self, plan: ModelPlan, chosen: Sequence[Checkpointing]) -> list[int]:
-        """What the ranks take, stage by stage."""
-        plan = replace(plan, recompute=tuple(item for one in chosen for item in one.segments))
+    def _of_rank(self, chain: Chain, split: StageSplit, rank: int) -> list["_OfRank"]:
+        """What a rank of a pipeline may do: the smallest first, each larger one faster."""
+        _, *flying = in_flight(split, self.parallel.pipeline, rank, self.num_microbatches)
+        left, found = dict(self.parallel.recompute.room), [_OfRank({})]
+        for stage, number in zip(split.own(rank), flying, strict=True):
+            own = frontier(_taking(stage_of(chain, split.ranges[stage], int(number)), left))
+            if len(flying) > 1:  # the smallest and the fastest among them
+                own = [own[0], *own[: 0 : -(len(own) // MOST_OF_A_STAGE + 1)][::-1]]
+            found = _smaller_or_faster([one.with_stage(stage, choice) for one in found for choice in own])
+        return found
+
+    def _peaks(self, plan: ModelPlan, segments: Segments) -> list[int]:
+        """What the ranks take."""
+        plan = replace(plan, recompute=segments)
         given = self.model, self.loss, self.mesh, self.parallel, plan, self.optimizer or OptimConfig()
         stages = estimate_places(*given, self.num_microbatches, range(self.mesh.pp))
         return [estimate.peak_bytes for estimate in stages.values()]
 
+    def _together(self, ranks: Sequence["_OfRank"], peaks: Sequence[int], split: StageSplit) -> Checkpointing:
+        """The segments of all stages; times are those of one microbatch on its way through all."""
+        stages = _in_order(ranks)
+        steps = [one.step for one in stages]
+        names = ("seconds", "again_s", "again_flops")
+        added = (sum(getattr(step, name) for step in steps) for name in names)
+        runs, back = (tuple(n for step in steps for n in getattr(step, name)) for name in ("runs", "back_bytes"))
+        sent: dict[Form, list[int]] = {}
+        for form in WHERE:
+            if any(form in step.away_bytes for step in steps):
+                sent[form] = [step.away_bytes.get(form, 0) for step in steps]
+        taken = []
+        for rank, peak in enumerate(peaks):
+            actions = actions_of(split, self.parallel.pipeline, rank, self.num_microbatches)
+            away: dict[Form, int] = {}
+            for form, of in sent.items():
+                if num_bytes := int(most_in_flight(actions, lambda stage, of=of: of[stage])):
+                    away[form] = num_bytes
+            taken.append(RankBytes(peak, away))
+        step = Simulated(
+            max(peaks),
+            max(step.forward_bytes for step in steps),
+            *added,
+            runs=runs,
+            back_bytes=back,
+            waits_s=sum(step.waits_s for step in steps),
+            away_bytes={form: sum(of) for form, of in sent.items()},
+        )
+        return Checkpointing(_segments(ranks), step, tuple(taken))
 
-def _together(stages: Sequence[Checkpointing], peak: int) -> Checkpointing:
-    """The segments of all stages; times are those of one microbatch on its way through all."""
-    steps = [one.step for one in stages]
-    added = (sum(getattr(step, name) for step in steps) for name in ("seconds", "again_s", "again_flops"))
-    runs, back = (tuple(n for step in steps for n in getattr(step, name)) for name in ("runs", "back_bytes"))
-    most = max(step.forward_bytes for step in steps)
-    segments = tuple(item for one in stages for item in one.segments)
-    return Checkpointing(segments, Simulated(peak, most, *added, runs=runs, back_bytes=back))
+
+@dataclass(frozen=True)
+class _OfRank:
+    """What a rank of a pipeline does with its stages: the choice of each.
+
+    standing  bytes of all stages' microbatches in flight; above: the most that a stage at work takes beside its own
+    """
+
+    stages: Mapping[int, Checkpointing]
+    standing: int = 0
+    above: int = 0
+    seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.standing + self.above
+
+    def with_stage(self, stage: int, choice: Checkpointing) -> "_OfRank":
+        step = choice.step
+        above = step.peak_bytes - step.standing_bytes
+        return _OfRank(
+            {**self.stages, stage: choice},
+            self.standing + step.standing_bytes,
+            max(self.above, above) if self.stages else above,
+            self.seconds + step.seconds,
+        )
+
+
+def _smaller_or_faster(choices: Sequence[_OfRank]) -> list[_OfRank]:
+    """Those that no other one is both than, the smallest first."""
+    found: list[_OfRank] = []
+    for one in sorted(choices, key=lambda one: (one.peak_bytes, one.seconds)):
+        if not found or one.seconds < found[-1].seconds:
+            found.append(one)
+    return found
+
+
+def _in_order(ranks: Sequence[_OfRank]) -> list[Checkpointing]:
+    """The choices of all stages, in the model's order."""
+    stages = {stage: choice for one in ranks for stage, choice in one.stages.items()}
+    return [stages[stage] for stage in sorted(stages)]
+
+
+def _segments(ranks: Sequence[_OfRank]) -> Segments:
+    return tuple(item for one in _in_order(ranks) for item in one.segments)
 
 
 def described(found: Checkpointing) -> str:
@@ -201,4 +301,7 @@ def described(found: Checkpointing) -> str:
                 said += f", {in_words(step.away_bytes[form])} of each microbatch"
     if step.away_bytes:
         said += f"; copies take {step.waits_s / alone_s:.0%} more"
+    for rank, of in enumerate(found.ranks):
+        sent = "".join(f", and {in_words(num_bytes)} {WHERE[form]}" for form, num_bytes in of.away.items())
+        said += f"; rank {rank} of the pipeline takes {in_words(of.device)}{sent}"
     return said

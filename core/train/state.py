@@ -325,7 +325,7 @@ class TrainState:
         if record is None:
             return {}
         if compression is None or record["compress"] != compression.name:
-            own = None if compression is None else compression.name
+            own = "none" if compression is None else compression.name
             raise UserError(
                 f"it is a checkpoint of comm.compress={record['compress']}, and this run has {own}, which would lose "
                 f"what has not been sent yet; resume it with --comm.compress {record['compress']}, or begin anew with "

@@ -258,7 +258,7 @@ def test_a_run_goes_on_with_what_has_not_been_sent(ranks, tmp_path: Path) -> Non
     config = config_of(tmp_path, steps=4, comm=SMALL, stop_after=2)
     train(config)
     on = replace(config, resume="auto", stop_after=None)
-    with pytest.raises(UserError, match=r"checkpoint of comm\.compress=powersgd, and this run has None"):
+    with pytest.raises(UserError, match=r"checkpoint of comm\.compress=powersgd, and this run has none"):
         train(replace(on, comm=CommConfig()))
     with pytest.raises(
         UserError, match=r"checkpoint of comm\.rank=1, and this run has 2; resume it with --comm\.rank 1"

@@ -1,6 +1,8 @@
 """What messages of local workers in few bits lose, held against their displacements and what came of them."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +77,11 @@ def _total(own: Tensor, inside: int) -> float:
         pytest.param(2, 1, {"error_feedback": False}, marks=pytest.mark.soak),
     ],
 )
-def test_figures_are_those_of_what_was_sent(ranks, tmp_path: Path, size: int, inside: int, options: dict) -> None:
+def test_figures_are_those_of_what_was_sent(
+    ranks, tmp_path: Path, size: int, inside: int, options: dict[str, Any]
+) -> None:
     """Each four steps, at the end of the round that they end in."""
-    given = LocalTrainingConfig(**(vars(SUMS) | {"report_every": 4} | options))
+    given = replace(SUMS, report_every=4, **options)
     zero = 1 if inside > 1 else 0
     for rows in ranks(size).run(figures, given, tmp_path, zero, inside):
         assert ["compression_error" in row for row in rows] == [False, True, False, True, False]

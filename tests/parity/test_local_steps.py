@@ -279,7 +279,7 @@ def test_bytes_are_those_of_the_sums(ranks, num_ranks: int) -> None:
         for step, of in enumerate(steps, FROM):
             names = [name for name in SHAPES if step in SENT and (name != "few" or step != 6)]  # it has not moved
             bits = sum(-(-rows[name] * widths[name] // 8) for name in names)
-            weights = sum(8 * num_ranks * rows[n] * widths[n] for n in SHAPES if SHAPES[n]) * (zero and step in SENT)
+            weights = sum(8 * num_ranks * rows[n] * widths[n] for n in SHAPES) * (zero > 0 and step in SENT)
             assert of.get(("all_to_all", axis), 0) == num_ranks * bits
             means = 2 * num_ranks * len(names) * 8
             assert of.get(("all_gather", axis), 0) == num_ranks * bits + means + weights

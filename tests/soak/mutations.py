@@ -31,6 +31,7 @@ RESUME = "tests/parity/test_resume.py"
 OPTIMIZERS = "tests/parity/test_optimizers.py"
 MATRICES = "tests/unit/test_matrices.py"
 SIGNS = "tests/parity/test_one_bit.py"
+LOCAL_STEPS = "tests/parity/test_local_steps.py"
 PLACES = "tests/unit/test_infer_context.py"
 REFUSED_BLOCKS = f"{PLACES}::test_blocks_that_are_not_sure_are_refused_with_the_reason"
 FUSED = "tests/parity/test_inferred.py::test_several_matrices_in_one_go_on_on_another_mesh"
@@ -604,6 +605,34 @@ MUTATIONS = [
         'found.sqrt() > self.groups[id(self.masters[name])]["eps"]',
         "found.sqrt() >= 0",
         f"{SIGNS}::test_ranks_are_a_simulation_of_them_to_the_bit[2-dtype0]",
+    ),
+    mutation(
+        "between sums ranks compute with the weights of the last one",
+        "core/parallel/local_steps.py",
+        "parameter.copy_(x)",
+        "pass",
+        f"{LOCAL_STEPS}::test_ranks_are_a_simulation_of_them_to_the_bit[2-dtype0]",
+    ),
+    mutation(
+        "parameters are gathered where masters have stayed",
+        "core/parallel/data.py",
+        "self.stays = not self.compression.update(optimizer)",
+        "self.compression.update(optimizer)",
+        f"{LOCAL_STEPS}::test_bytes_are_those_of_the_sums[2]",
+    ),
+    mutation(
+        "figures of momenta in signs leave out the errors of the rows that ranks serve",
+        "core/parallel/one_bit.py",
+        "self._own(c).add_(self.server_errors[name] * self._own(self.moves[name]))",
+        "pass",
+        f"{LOCAL_STEPS}::test_figures_are_those_of_what_was_sent",
+    ),
+    mutation(
+        "figures of few bits leave out the errors of what workers add up",
+        "core/parallel/coded_sum.py",
+        "run += own[: run.numel()]",
+        "pass",
+        "tests/parity/test_local_figures.py::test_figures_are_those_of_what_was_sent[3-1-options0]",
     ),
     mutation(
         "momenta in signs are clipped once more, by their own norm",

@@ -5,7 +5,8 @@ python -m tests.support.disk_plans FOLDER NUMBER [FIRST]
 Plan k is drawn from k alone: a GPT, a U-Net, a T5 or a mixture of experts; one of all optimizers that a disk takes;
 a budget of the device and one of the host between the least that is told to who gives too little and what is enough;
 with a traced step or without; one microbatch or two; clipped, or updated beside the backward. Half of the runs are
-stopped after a durable step and gone on with in other budgets. Prints what it found as a line of JSON.
+stopped after a durable step and gone on with in other budgets. FOLDER/plans.jsonl has a line for each; those that are
+there are not run again. Prints what was found as a line of JSON.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError, size_in_bytes
-from core.gemini import Gemini, replicas, wrap
+from core.gemini import Gemini, direct, replicas, wrap
 from core.gemini.chunk import Chunk
 from core.gemini.disk import Disk
 from core.gemini.executor import Executor
@@ -141,7 +142,7 @@ def expected(plan: Plan) -> Learned:
 
 @contextlib.contextmanager
 def traced_once_of_each() -> Iterator[None]:
-    """Within, a step of a model in one format and of as many rows is traced once."""
+    """Within, a step of a model in one format and of as many rows is traced once, and a drive's probe is short."""
     trace, kept = replicas.trace_step, {}
 
     def kept_trace(model: nn.Module, *args: Any, **options: Any) -> StepTrace:
@@ -151,7 +152,7 @@ def traced_once_of_each() -> Iterator[None]:
             kept[key] = trace(model, *args, **options)
         return kept[key]
 
-    with patch.object(replicas, "trace_step", kept_trace):
+    with patch.object(replicas, "trace_step", kept_trace), patch.object(direct, "PROBE_BYTES", 1 << 16):
         yield
 
 
@@ -294,13 +295,24 @@ def require_plan(number: int, folder: Path) -> Counter[str]:
 
 
 def main(folder: Path, count: int, first: int = 0) -> dict[str, Any]:
-    total, failed = Counter[str](), {}
+    """Those plans that plans.jsonl in the folder does not have yet, and what all of them have found."""
+    log, total, failed = folder / "plans.jsonl", Counter[str](), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {row["plan"]: row for row in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
     with traced_once_of_each():
         for number in range(first, first + count):
-            try:
-                total += require_plan(number, folder)
-            except Exception as error:  # all of them are told
-                failed[number] = f"{type(error).__name__}: {error}"[:2000]
+            if number not in known:
+                row: dict[str, Any] = {"plan": number}
+                try:
+                    row["seen"] = require_plan(number, folder)
+                except Exception as error:  # all of them are told
+                    row["failed"] = f"{type(error).__name__}: {error}"[:2000]
+                known[number] = row
+                with log.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            total += Counter[str](known[number].get("seen", {}))
+            if said := known[number].get("failed"):
+                failed[number] = said
     return {"plans": count, "failed": failed, **total}
 
 

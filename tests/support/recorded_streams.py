@@ -171,8 +171,8 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         known = self._storages.pop(key)
-        if not known.on_host:
-            self._note(known, COMPUTING, None, True, "the next allocation")
+        actor, what = (HOST, "unmapping") if known.on_host else (COMPUTING, "the next allocation")
+        self._note(known, actor, None, True, what)
 
 
 @lru_cache(maxsize=1024)

@@ -94,8 +94,8 @@ def train(
     config: TrainConfig, dropout: float = 0.0, make: type[Small] = Small, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """`fit` the small model.  Returns its summary, and its masters and buffers, whole, on every rank."""
-    with start("cpu", config.seed) as runtime:
-        state = build(config, make(dropout))
+    with start(config.device, config.seed) as runtime:
+        state = build(config, make(dropout).to(runtime.device))
         summary = fit(state.parallel, state.optimizer, Rows(), loss, config, runtime, **options)
         masters = {n: full_tensor(m).clone() for n, m in state.parallel.masters.items()}
         return summary, masters | dict(state.parallel.model.named_buffers())

@@ -179,6 +179,8 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
             losses.append(train_step(state, mine, loss, weight, config, step, following=following)["loss"])
     losses.append(evaluated(state, batches[-1]))
     found = {"losses": losses, "start": start, "displacement": moved_since(start, state.parallel.masters)}
+    if state.average is not None:
+        found["averages"] = {name: average.clone() for name, average in state.average.tensors.items()}
     return found if case.budget is None else found | moved(state.parallel)
 
 

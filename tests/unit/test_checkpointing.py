@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 
 from core.auto.checkpointing import fastest, frontier
-from core.trace.chain import Chain, simulate, stage_of, textbook_chain
+from core.trace.chain import Chain, ChainBlock, Kept, Line, simulate, stage_of, textbook_chain
 from core.trace.segments import (
     NAMED,
+    Away,
+    Form,
     Lean,
     Segments,
     check_segments,
@@ -185,6 +187,25 @@ def test_each_microbatch_in_flight_holds_what_a_forward_leaves(segments: Segment
     assert (three.runs, three.seconds) == (alone.runs, alone.seconds)
     peaks = [choice.peak_bytes for choice in frontier(stage)]
     assert peaks[0] < peaks[-1] == simulate(stage, (5,)).peak_bytes
+
+
+def test_of_a_microbatch_in_flight_what_waits_elsewhere_is_gone_but_for_the_last_block_that_ran() -> None:
+    """By hand: of three blocks that send 3 of their 4 bytes each, 1 of each stays of the first and the third microbatch
+    of three in flight; of the one that ran last the last block is there, and of the one that runs back all that is."""
+    whole = Kept(peak=4, num_bytes=4, back=1, backward_peak=0)
+    away: dict[Form, Kept] = {"host": replace(whole, away=3, send_s=1.0, fetch_s=1.0)}
+    block = ChainBlock(0, 0, 1, 1, whole, 4, 4, 0, 1.0, 1.0, 2.0, away=away)
+    chain = Chain((block,) * 3, output=1, head=1, lines={"host": Line(1.0, 1.0, overlaps=True)})
+    alone, three = (simulate(replace(chain, flying=flying), (Away(3, "host"),)) for flying in (1, 3))
+    assert alone.forward_bytes == 1 + 1 + 4
+    assert three.peak_bytes == alone.peak_bytes + 3 + 3 + 3
+    assert three.standing_bytes == 3 * 3 + 3
+    assert three.seconds == alone.seconds + 1.0  # the last block's values come back, which nothing runs beside
+    few = {flying: frontier(replace(chain, flying=flying)) for flying in (2, 5)}
+    kept = {flying: simulate(replace(chain, flying=flying), (3,)).peak_bytes for flying in few}
+    assert few[5][0].peak_bytes < kept[5] - 3 * 3 * 2
+    for choices in few.values():
+        assert all(a.peak_bytes < b.peak_bytes and a.step.seconds > b.step.seconds for a, b in pairwise(choices))
 
 
 def test_a_chain_of_one_block_and_of_none() -> None:

@@ -122,7 +122,6 @@ def test_rows_that_were_never_seen_stay_zero():
         ({"comm": ONE_BIT, "optim": AdamConfig(amsgrad=True)}, "one_bit with optim.amsgrad=True of adam"),
         ({"comm": ONE_BIT, "optim": AdamConfig(weight_decay=0.1)}, "one_bit with optim.weight_decay=0.1"),
         ({"comm": LOCAL, "mesh": MeshConfig(cp=2)}, "local_steps=4 with mesh.cp=2: ranks that share .* --mesh.cp 1"),
-        ({"comm": LOCAL, "local": LocalTrainingConfig(every=2)}, "local_steps=4 with local.every=2: both let ranks"),
         (
             {"comm": CommConfig("powersgd", rank=10**9)},
             "no parameter .* with comm.rank=1000000000; give a lower --comm.rank",

@@ -406,6 +406,8 @@ def test_agrees_with_the_accounted_allocations_of_a_real_step(
         ("opt", "bf16", 1, None, "offload"),
         ("mixtral", "fp32", 1, None, "offload"),
         ("opt", "fp32", 1, None, "compressed"),
+        ("opt", "fp32", 1, 8, "compressed"),
+        ("opt", "fp32", 2, 4, "compressed"),
         ("gpt2", "fp32", 1, 4, "compressed"),
         ("llama", "bf16", 1, 8, "compressed"),
         ("mixtral", "fp32", 1, 8, "compressed"),
@@ -428,6 +430,14 @@ def test_what_waits_elsewhere_agrees_with_a_real_step(family, precision, every, 
     )
     model = decoder_shape(config, device_type="cpu")
     assert estimate_memory(model, run).peak_bytes == pytest.approx(measured, rel=0.04)
+
+
+def test_of_what_is_compressed_only_what_is_asked_for_is_there_when_the_last_gradients_come():
+    """Of a token a block of this one saves 768 numbers, of which 256 are there at once as they were."""
+    model = decoder_shape(FAMILIES["opt"], device_type="cpu")
+    run = RunShape(recompute="compressed", recompute_bits=4, microbatch_size=8, sequence_length=128)
+    full, few = (estimate_memory(model, one).phases["gradients"] for one in (replace(run, recompute="full"), run))
+    assert full - few == 8 * 128 * (4 * 768 - 768 * (2 + 128) / 256 - 4 * 256)
 
 
 def test_the_host_holds_what_is_offloaded():

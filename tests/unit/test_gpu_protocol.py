@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import entries, protocol, worker
+from benchmarks.gpu import entries, protocol, unmeasured, worker
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.protocol import Entry, Phase, Where
 from benchmarks.result import ROOT, Number, Row, read
@@ -136,6 +136,7 @@ def test_the_budget_holds_for_all_together(tmp_path: Path, monkeypatch: pytest.M
     protocol.run_phase(Phase([Entry("hanging", hanging, most_s=1000.0), Entry("fine", fine)]), record)
     assert any("hanging was stopped after 3 s" in note for note in record.notes)
     assert any("fine is left out" in note for note in record.notes)
+    assert record.left_out == ["hanging", "fine"]  # which the command names for another call
 
 
 @pytest.mark.usefixtures("tested")
@@ -158,6 +159,19 @@ def test_entries_of_a_command_have_names_of_their_own() -> None:
             assert all(phase.workers == 1 for phase in found) or command == "a"
 
 
+def test_what_no_gpu_has_measured_comes_in_the_order_of_its_worth() -> None:
+    """All of it once; the tests first, and kernels with fresh rates last."""
+    (phase,) = entries.phases("d", Where("cuda", quick=False))
+    names = [entry.name for entry in phase.entries]
+    assert names[0] == "tests of a GPU"
+    assert phase.entries[0].most_s < 300  # of ten minutes
+    wanted = ("few rows of quantized weights", "llama_7b, int4", "Evoformer block, 256 residues", "Gemini", "Stable")
+    assert [any(name.startswith(one) for name in names) for one in wanted] == [True] * len(wanted)
+    oldest = [f"{name}, speed" for name in unmeasured.oldest_first()]
+    assert [name for name in names if name in oldest] == oldest
+    assert names[-1] == oldest[-1]
+
+
 def test_where_there_is_no_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
@@ -174,6 +188,10 @@ FEW = {
     "c": (
         *("pretrain gpt3_1_3b, our kernels", "Gemini", "Evoformer block, 16 residues", "Evoformer block, the longest"),
         "Stable Diffusion",
+    ),
+    "d": (
+        *("roofline", "few rows of quantized weights", "activations elsewhere", "Gemini on a drive"),
+        "GPT-2 by core.auto",
     ),
 }
 """One entry of each kind: families of kernels are run one by one in tests/kernels and in the benchmark `kernels`."""
@@ -229,7 +247,7 @@ def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[st
     for argv, said in (
         (["a"], "a needs --out FOLDER"),
         (["a", "--out", "x", "--device", "cpu"], "give --quick with it"),
-        (["d", "--out", "x"], "invalid choice: 'd'"),
+        (["e", "--out", "x"], "invalid choice: 'e'"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(argv)

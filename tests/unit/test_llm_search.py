@@ -9,8 +9,9 @@ from apps.llm.__main__ import APP
 from apps.llm.config import FINETUNE, PretrainConfig, check_combination
 from apps.llm.plan import run_shape
 from apps.llm.recipes import RECIPES
-from core.config import UserError, parse
+from core.config import UserError, in_words, parse
 from core.estimate import decoder_shape, estimate_memory
+from core.gemini.tier import parse_bytes
 from core.models.decoder import Decoder, DecoderConfig
 from core.models.pretrained import save_pretrained
 
@@ -73,6 +74,43 @@ def test_every_command_starts_a_run_of_its_plan(gpus, more, capsys, monkeypatch)
         if config.gemini.budget is None:
             assert found == plan["memory_bytes"]
         assert plan["memory_bytes"] <= said["memory_limit_bytes"]
+
+
+ON_A_DRIVE = ["plan", "--model", "debug", "--gpu", "l4", "--gpus", "1", "--batch", "8", "--optim.name", "adamw"]
+ON_A_DRIVE += ["--microbatch", "1", "--recompute.mode", "full", "--precision", "fp32", "--memory", "2MiB"]
+ON_A_DRIVE += ["--gemini.disk", "/not/here", "--gemini.host", "4MiB"]
+
+
+def test_a_drive_makes_room_where_nothing_else_does(capsys, monkeypatch) -> None:
+    """The plan's command is planned alone, by Gemini's planner as a run plans: its bytes are those of the search."""
+    without = ON_A_DRIVE[: ON_A_DRIVE.index("--gemini.disk")]
+    with pytest.raises(UserError, match="no plan"):
+        APP.dispatch([*without, "--gemini.budget", "None"])
+    rates = ["--disk-gb-s", "3.5", "2.5"]
+    found = plans(capsys, *ON_A_DRIVE, *rates)["plans"]
+    assert found
+    for plan in found[:1]:
+        gemini = parsed(plan["command"], 1, monkeypatch).gemini
+        assert (str(gemini.disk), gemini.host) == ("/not/here", "4MiB")
+        assert plan["device_bytes"] <= parse_bytes(gemini.budget) <= 2 * 2**20
+        assert plan["host_bytes"] <= gemini.host_bytes
+        assert plan["disk_bytes"] > 0
+        alone = shlex.split(plan["command"])[3:]
+        machine = ["--utilisation", "0.5", "--memory-gb-s", "300", "--bandwidth-gb-s", "25.6"]
+        assert APP.dispatch(["plan", *alone, "--gpu", "l4", *machine, *rates]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"on the device │ {in_words(plan['device_bytes'])}" in said
+        assert f"on the host │ {in_words(plan['host_bytes'])}" in said
+
+
+def test_plans_that_need_no_drive_have_none(capsys, monkeypatch) -> None:
+    words = ["16MiB" if word == "2MiB" else word for word in ON_A_DRIVE]
+    found = plans(capsys, *words, "--disk-gb-s", "2")["plans"]
+    for plan in found:
+        gemini = parsed(plan["command"], 1, monkeypatch).gemini
+        has = [gemini.budget is not None, gemini.disk is not None, gemini.host is not None, "disk_bytes" in plan]
+        assert len(set(has)) == 1
+    assert {"disk_bytes" in plan for plan in found} == {False, True}
 
 
 def test_the_fields_have_their_names(capsys) -> None:
@@ -190,6 +228,13 @@ def test_what_is_as_good_as_2bw_is_said(capsys) -> None:
             "comm.compress=powersgd with mesh.pp=2: stages that share a parameter add up its gradient",
         ),
         ([*WORDS, "--recipe", "debug"], "beside --recipe"),
+        (ON_A_DRIVE, "gemini.disk=/not/here with --gpus: it is no folder of this machine"),
+        ([*ON_A_DRIVE, "--gemini.budget", "None"], "gemini.budget=None: nothing would move"),
+        ([*ON_A_DRIVE, "--disk-gb-s", "0"], "disk_gb_s=0.0; give one number above 0"),
+        ([*ON_A_DRIVE, "--optim.name", "kfac"], "optim.name=kfac: what looks at whole steps"),
+        ([*STAGED, "--gemini.host", "1GiB"], "--gemini.host with --gpus and no gemini.disk"),
+        ([*STAGED, "--disk-gb-s", "1"], "--disk-gb-s without a drive"),
+        (["plan", "--gemini.disk", "x"], "--gemini.disk without a budget: nothing moves"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_in_a_line(words, said) -> None:

@@ -157,10 +157,8 @@ def test_a_cpu_sends_nothing_to_itself_unless_it_is_told_to() -> None:
     with pytest.raises(UserError, match=r"recompute\.host=much"):
         replace(BUDGET, host="much")
     assert "host" in RecomputeConfig("full").unread()
-    for name, value in (("host", "1GiB"), ("disk", Path("drive")), ("bits", 8)):
-        staged = ParallelConfig(recompute=replace(BUDGET, **{name: value}), pipeline=PipelineConfig("gpipe"))
-        with pytest.raises(UserError, match=rf"recompute\.{name}={value} with recompute\.mode=budget and stages"):
-            staged.check_pipeline(2)
+    for options in ({"host": "1GiB"}, {"disk": Path("drive")}, {"bits": 8}):
+        ParallelConfig(recompute=replace(BUDGET, **options), pipeline=PipelineConfig("gpipe")).check_pipeline(2)
 
 
 def test_numbers_in_few_bits_are_foreseen() -> None:

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from core.checkpoint import CheckpointConfig, Checkpointer, complete_steps
 from core.config import UserError
-from core.data import Prefetch
 from core.layout import full_tensor, local
 from core.mesh import Zero
 from core.metrics import read_metrics
@@ -134,18 +133,6 @@ def test_a_step_of_experts_waits_once(tmp_path: Path) -> None:
     assert reads.found == [*["tolist"] * (products + 1), *figures_read]
     assert len(figures["moe_load"]) == 2
     assert sum(figures["moe_load"][0]) <= ids.numel()
-
-
-def test_batches_are_pinned_where_a_gpu_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    with Prefetch(Rows(), pinned=True) as source:
-        batch = next(source)
-    assert len(pinned) >= len(batch)
-    with Prefetch(Rows()) as source:
-        pinned.clear()
-        next(source)
-    assert not pinned
 
 
 def test_endless_overflow_is_an_error(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ class Service:
         asked = [record for record in records if not self.kept(record).exists()]
         if asked:
             residues = sum(len(sequence) for record in asked for sequence in _distinct(record))
-            many = f"{len(asked)} of {len(records)} records" if len(asked) < len(records) else f"{len(asked)} records"
+            many = f"{len(asked)} of {len(records)}" if len(asked) < len(records) else f"{len(asked)}"
+            many += f" record{'s' * (len(records) > 1)}"
             print(f"note: the sequences of {many} ({residues} residues) are sent to {self.url}", file=sys.stderr)
 
     def kept(self, record: Record) -> Path:

@@ -169,12 +169,12 @@ def test_what_ranks_will_refuse_is_not_sent(
     words = [str(fasta), "--nproc", "2", "--device", "cpu", "--msa-server-folder", str(tmp_path / "mine")]
     with server(answering(packed(FILES))) as (url, asked):
         assert predict.main([*words, "--msa-server", url, "--relax", "best"]) == 0
-        assert "note: the sequences of 1 records (46 residues) are sent" in capsys.readouterr().err
+        assert "note: the sequences of 1 record (46 residues) are sent" in capsys.readouterr().err
         assert asked == ["/ticket/msa", "/result/download/x"]
         fasta.write_text(f">cram\n{CRAMBIN}\n>ubi\n{UBIQUITIN}\n")
         monkeypatch.setattr(predict, "is_multimer", lambda _: True)
         assert predict.main([*words, "--msa-server", url]) == 0
-        assert "note: the sequences of 1 records (122 residues) are sent" in capsys.readouterr().err
+        assert "note: the sequences of 1 record (122 residues) are sent" in capsys.readouterr().err
 
 
 def test_one_policy_of_retries(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,6 +36,7 @@ from core.runtime import join
 from core.trace.machine import Bandwidth
 from core.train import TrainState
 from core.train.loop import train_step
+from tests.support import command
 from tests.support.disk import CASE, STEPS, Counted, counted_and_planned, failing, go_on, half
 from tests.support.disk_plans import pages_in_cache
 from tests.support.gemini import Net
@@ -224,12 +223,14 @@ def test_another_budget_goes_on_from_the_last_step(opened, straight) -> None:
     assert len(names) == 1  # that of the first run has gone, with its last record
 
 
-def test_kills_at_any_call_lose_at_most_a_step(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.disk", tmp_path, "2", "1"], capture_output=True, text=True, check=False
-    )
+def test_faults_at_any_call_leave_the_last_step(tmp_path: Path) -> None:
+    faults = ("kill", "EIO", "ENOSPC", "short")
+    ran = command.run("-m", "tests.support.disk_faults", tmp_path, "drives", ",".join(faults), 11, 90)
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout.splitlines()[-1])["wrong"] == 0
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["wrong"] == []
+    assert found["cases"].keys() == set(faults)
+    assert found["resumed"] > 0
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
@@ -456,6 +457,33 @@ def test_nothing_old_is_read_ahead(opened) -> None:
     assert next(iter(disk._ahead)) is second
     disk.forget_ahead()
     assert not disk._area._taken
+
+
+def test_rot_in_what_was_read_ahead_is_told_when_somebody_asks_for_it(opened) -> None:
+    state, config = opened()
+    go_on(state, config, steps=1)
+    disk = gemini_of(state.parallel).disk
+    assert disk is not None
+    first, second = disk.order[:2]
+    slots, disk._cursor = disk.slots[second], 0
+    with disk.drives[0].file.path.open("r+b") as file:
+        file.seek(slots.offset(slots.latest) + slots.fetched.begin)
+        file.write(b"rot")
+    with disk.values(first):
+        pass
+    assert second in disk._ahead
+    disk.forget_ahead()
+    with pytest.raises(UserError, match=r"is damaged: bytes \d+ to \d+ .*the drive has lost it"), disk.values(second):
+        pass
+
+
+def test_what_killed_processes_have_left_beside_a_record_goes(tmp_path: Path) -> None:
+    left = [tmp_path / "rank-0" / name for name in (".probe-17", ".generation-1.json.17-18.part")]
+    left[0].parent.mkdir()
+    for path in left:
+        path.write_bytes(b"half")
+    Folder(tmp_path / "rank-0").close()
+    assert [path.name for path in left[0].parent.iterdir()] == [".lock"]
 
 
 # --- updates before the step's end ------------------------------------------------------------------------------------

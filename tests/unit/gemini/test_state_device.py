@@ -4,7 +4,9 @@ The device is torch's meta device: tensors on it have no values, and operators o
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +14,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.gemini import wrap
+from core.gemini.residency import host_bytes_of
+from core.gemini.slots import numbers_of
 from core.gemini.state_device import bring_state
+from core.gemini.tier import parse_bytes
+from core.layout import tagged_as
 from core.optim import AdamW8bit, Lamb
-from tests.support.gemini import Net, batch, loss
+from tests.support.gemini import Net, batch, loss, train
 
 META = torch.device("meta")
 UPDATES = [
@@ -106,3 +112,70 @@ def test_masters_that_settle_and_masters_that_are_wrapped_are_asked_for(
     assert {id(master) for master in asked["loop"]} == masters
     assert {id(master) for master in asked["replicas"]} == resident
     assert bool(resident) == (budget > 100_000)
+
+
+def in_other_tensors(optimizer: torch.optim.Optimizer, master: Tensor) -> None:
+    """As `bring_state` where the device is another one than the host."""
+    state = optimizer.state.get(master, {})
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim:
+            state[key] = tagged_as(value.clone(), value)
+
+
+@pytest.mark.parametrize(("budget", "host", "warms_up"), [(300_000, "1MB", False), (110_000, "130KB", True)])
+def test_a_durable_step_has_the_state_of_what_has_settled_on_the_device(
+    budget: int, host: str, warms_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """warms_up: as on a GPU nothing has before the first step is over, and the host holds no more for it."""
+    monkeypatch.setattr("core.gemini.replicas.GeminiReplicas.warms_up", warms_up)
+    expected = train(Net, None, partial(torch.optim.AdamW, lr=1e-2))
+    monkeypatch.setattr("core.gemini.replicas.bring_state", in_other_tensors)
+    losses: list[float] = []
+    for last in (2, 4):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        given: Any = {"sample": lambda: partial(loss, ids=batch(0)), "host": host, "disk": tmp_path}
+        gemini = wrap(model, optimizer, budget, device="cpu", **given)
+        disk = gemini.parallel.disk
+        planned = gemini.parallel.planned
+        assert disk is not None
+        assert planned is not None
+        try:
+            if warms_up:
+                away = frozenset(chunk.index for chunk in disk.away)
+                assert host_bytes_of(planned.trace.chunks, frozenset(), away, True) <= parse_bytes(host)
+            first, _ = gemini.resume()
+            for step in range(first, last):
+                value = loss(model, batch(step))
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                gemini.commit(step + 1)
+                losses.append(float(value.detach()))
+            assert any(chunk.resident for chunk in gemini.parallel.chunks)
+            assert bool(disk.away) == warms_up
+            values = gemini.state_dict()
+        finally:
+            gemini.close()
+    assert losses == expected.losses
+    assert all(torch.equal(values[name], value) for name, value in expected.values.items())
+
+
+def test_numbers_are_read_together(tmp_path: Path) -> None:
+    """Those of a fused update lie on the device: one wait for all parameters of a durable step."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    gemini = wrap(model, optimizer, 40_000, host="1MB", disk=tmp_path, device="cpu")
+    try:
+        disk, reads = gemini.parallel.disk, list[int]()
+        assert disk is not None
+        read = Tensor.tolist
+        with patch.object(Tensor, "tolist", lambda x: reads.append(len(x)) or read(x)):
+            found = numbers_of(disk.slots.values())
+    finally:
+        gemini.close()
+    names = [name for name, _ in model.named_parameters()]
+    assert {*found} == {*names}
+    assert reads == [len(names)]
+    assert all(kept == {"step": 0.0} for kept in found.values())
