@@ -78,8 +78,8 @@ def main(program: str, *modes: str) -> None:
         given.write_text("".join(f">{name}\n{letters}\n" for name, letters in RECORDS.items()))
         with serving(configured(folder, *databases(folder), **options(folder)), KEY) as server:
             url = server.url.replace("//", f"//anyone:{KEY}@")
-            for number, mode in enumerate(modes or MODES):
-                out = folder / f"out{number}"
+            for mode in modes or MODES:
+                out = folder / f"out{mode}".replace(" ", "")
                 said = run(program, given, out, url, "--msa-only", *mode.split())
                 there = {path.stem for path in out.glob("*.a3m")}
                 assert there == set(RECORDS), there
@@ -87,21 +87,22 @@ def main(program: str, *modes: str) -> None:
                 found = sorted(set(re.findall(r"found templates: (\[.*\])", said)))
                 assert found == (["['1a7g_E']"] if "--templates" in mode else []), found
                 print(f"colabfold_batch {mode or 'as it is'}: rows {depths}", flush=True)
-            _compare(folder, given, server)
-            for name in ("copies", "several"):
-                run(program, folder / "ours" / f"{name}.a3m", folder / "again", url, "--msa-only")
-            print("colabfold_batch takes the A3M of a complex that fold msa --server writes", flush=True)
+            if not modes or "" in modes:
+                _compare(program, folder, given, server, url)
 
 
-def _compare(folder: Path, given: Path, server: Running) -> None:
-    """Its A3M files have the rows of ours, in our order."""
+def _compare(program: str, folder: Path, given: Path, server: Running, url: str) -> None:
+    """The A3M files of its mode without options have the rows of ours, in our order, and it takes ours."""
     (folder / "key").write_text(f"{server.key}\n")
     words = ["--server", server.url, "--server-key-file", str(folder / "key"), "--out", str(folder / "ours")]
     assert search([str(given), *words, "--cache", str(folder / "mine")]) == 0
     for name in RECORDS:
-        theirs, ours = (rows(folder / where / f"{name}.a3m") for where in ("out0", "ours"))
+        theirs, ours = (rows(folder / where / f"{name}.a3m") for where in ("out", "ours"))
         assert theirs == ours, name
     print("fold msa --server writes the same rows", flush=True)
+    for name in ("copies", "several"):
+        run(program, folder / "ours" / f"{name}.a3m", folder / "again", url, "--msa-only")
+    print("colabfold_batch takes the A3M of a complex that fold msa --server writes", flush=True)
 
 
 if __name__ == "__main__":

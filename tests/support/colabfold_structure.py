@@ -186,7 +186,10 @@ def _fold(program: str, folder: Path, data: Path, url: str, kind: Kind) -> None:
 
     again, noted = folder / "again", folder / "features.npz"
     more = [str(folder / "out/short.a3m"), str(again), "--host-url", url, *words(kind, data, 0)]
-    subprocess.run([Path(program).parent / "python", "-c", _IN_FP32, noted, *more], check=True, capture_output=True)
+    python = [Path(program).parent / "python", "-c", _IN_FP32, noted]
+    done = subprocess.run([*python, *more], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"ColabFold in fp32: exit code {done.returncode}\n{done.stderr[-3000:]}")
     theirs = result(again, kind)
     off, off_plddt = np.inf, np.inf
     for one in ours(weights, noted, 0):
