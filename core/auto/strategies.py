@@ -489,11 +489,15 @@ def _with_drive(
 
 
 def _time_with_drive(closed: StepTime, run: RunShape, made: GeminiEstimate) -> StepTime:
-    """What Gemini's planner has of the step, and of the closed forms the messages between ranks, which it has not."""
-    inside, times = made.seconds_of(run.num_microbatches), 1 if made.by_blocks else run.num_microbatches
-    compute = min(inside, times * made.plan.busy_s["compute"])
-    parts = {"compute_s": compute, "messages_s": closed.messages_s, "reduced_s": closed.reduced_s}
-    parts |= {"bubble_s": 0.0, "update_s": 0.0, "host_s": inside - compute, "shared_s": closed.shared_s}
+    """What Gemini's planner has of the step, and of the closed forms the messages between ranks, which it has not.
+
+    A step is no shorter than with a host that holds all, of which the closed forms know how long kernels take to begin.
+    """
+    beside = closed.messages_s + closed.reduced_s + closed.shared_s
+    inside = max(made.seconds_of(run.num_microbatches), closed.step_s - beside)
+    host = inside - closed.compute_s
+    parts = {"compute_s": closed.compute_s, "messages_s": closed.messages_s, "reduced_s": closed.reduced_s}
+    parts |= {"bubble_s": 0.0, "update_s": 0.0, "host_s": host, "shared_s": closed.shared_s}
     return StepTime(step_s=sum(parts.values()), **parts)
 
 

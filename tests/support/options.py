@@ -33,6 +33,7 @@ TRAINING: dict[str, Any] = {
     "comm.weights": "int8",
     "local.asynchronous": "parameter_server",
     "local.every": 4,
+    "gemini.order": "horizontal",
     "gemini.policy": "cpu",
     "gemini.host": "1KiB",
     "gemini.disk": Path("drive"),

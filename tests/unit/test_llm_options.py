@@ -52,6 +52,7 @@ VALUES = TRAINING | {
     "data.ramp.start": RampConfig(1, 2, 1),
     "data.ramp.steps": 2,
     "data.vocab_size": 999,
+    "disk_gb_s": (3.0, 2.0),
     "draw": Path("plans.png"),
     "tokens": 1e6,
     "model.rope_scaling": RopeScaling(),
