@@ -2,10 +2,12 @@
 
 import errno
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 from unittest.mock import patch
 
@@ -13,13 +15,14 @@ import pytest
 import torch
 
 from core.config import UserError, size_in_bytes
-from core.gemini import residency, timeline, wrap
+from core.gemini import replicas, residency, timeline, wrap
 from core.gemini.disk import Disk
 from core.gemini.executor import Executor
 from core.gemini.figure import planned_memory
 from core.gemini.lifetimes import Lifetimes, keep
 from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import PLACES, host_bytes_of, to_wait
+from core.gemini.timeline import WAITING_PLACES
 from core.gemini.trace import ChunkInfo
 from core.mesh import MeshConfig, build_mesh
 from core.optim.clip import gradient_norm, scale_gradients
@@ -159,8 +162,8 @@ def test_a_gradient_that_waits_is_two_transfers_of_the_planned_step(opened) -> N
 
 def test_the_refusal_tells_the_least_with_gradients_on_the_disk(opened, tmp_path: Path) -> None:
     state, _ = opened(FP32)
-    replicas = gemini_of(state.parallel)
-    least = replicas.host.budget_bytes
+    gemini = gemini_of(state.parallel)
+    least = gemini.host.budget_bytes
     assert least is not None
     state.parallel.close()
     with pytest.raises(UserError, match="of model data do not fit beside the device's, and the host has"):
@@ -187,20 +190,23 @@ def test_bit_equal_in_the_least_that_the_host_needs(
     case = replace(FP32, optim=optim, **options)
     expected = without(case)
     state, config = opened(case, folder=Path(",".join(str(tmp_path / f"drive-{k}") for k in range(drives))))
-    replicas = gemini_of(state.parallel)
+    gemini = gemini_of(state.parallel)
     assert len(waiting_of(state)) > 1
+    assert gemini.disk is not None
+    largest = max(gradient.num_bytes for gradient in gemini.disk.waiting.of.values())
+    assert [place.nbytes for place in gemini.disk.waiting.places] == [largest] * WAITING_PLACES
     at, seen = Executor.at, Counter[str]()
 
     def accounted(*args: Any) -> None:
-        assert replicas.host.budget_bytes is not None
-        assert replicas._host_bytes() <= replicas.host.budget_bytes
+        assert gemini.host.budget_bytes is not None
+        assert gemini._host_bytes() <= gemini.host.budget_bytes
         seen[args[1]] += 1
         at(*args)
 
     monkeypatch.setattr(Executor, "at", accounted)
     require_equal(learned(state, config, case), expected)
     assert seen["reduce"] > 0
-    assert replicas.tier.peak_bytes <= replicas.tier.budget_bytes
+    assert gemini.tier.peak_bytes <= gemini.tier.budget_bytes
 
 
 @pytest.mark.parametrize(("microbatches", "clip"), [(1, 0.7), (1, None), (3, 0.7)])
@@ -232,8 +238,14 @@ def test_updates_beside_the_backward_take_what_waits_even_of_a_step_that_is_skip
     def of_step(step: int) -> Callable[..., torch.Tensor]:
         return lambda model, batch: loss(model, batch) * (float("inf") if step == 1 else 1.0)
 
+    def later(*args: Any) -> None:
+        if current_thread().name.startswith("updates"):
+            time.sleep(0.02)  # the backward is over when the last of them begin
+        step_over(*args)
+
     case, accepted = replace(FP32, clip=None), list[int]()
-    accept = Disk.accept
+    accept, step_over = Disk.accept, replicas.step_over
+    monkeypatch.setattr(replicas, "step_over", later)
     monkeypatch.setattr(Disk, "accept", lambda disk, chunk: accepted.append(chunk.index) or accept(disk, chunk))
     expected = learned(*build(case), case, of_step)
     state, config = opened(case)
