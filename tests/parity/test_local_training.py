@@ -429,17 +429,24 @@ def test_other_workers_that_go_on_are_simulated(
     same_as_regrouped(ranks, tmp_path, stop, local, before, now)
 
 
+BETWEEN = [
+    (FOUR_OF_ONE, ONE_OF_SHARDS),
+    (FOUR_OF_ONE, TWO_OF_TP),
+    (TWO_OF_SHARDS, THREE_OF_ONE),
+    (ONE_OF_SHARDS, FOUR_OF_ONE),
+    (FOUR_OF_ONE, THREE_OF_ONE),
+]
+UNCUT = [pair for pair in BETWEEN if TWO_OF_TP not in pair and TWO_OF_SHARDS not in pair]
+"""Whose messages are of whole parameters: the simulation's blocks of few bits are of those."""
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("stop", [1, 3, 4, 5])
-@pytest.mark.parametrize("local", [replace(DILOCO, start=2), replace(STREAMING, bits=None), STREAMING])
 @pytest.mark.parametrize(
-    ("before", "now"),
+    ("local", "before", "now"),
     [
-        (FOUR_OF_ONE, ONE_OF_SHARDS),
-        (FOUR_OF_ONE, TWO_OF_TP),
-        (TWO_OF_SHARDS, THREE_OF_ONE),
-        (ONE_OF_SHARDS, FOUR_OF_ONE),
-        (FOUR_OF_ONE, THREE_OF_ONE),
+        *((local, *pair) for local in (replace(DILOCO, start=2), replace(STREAMING, bits=None)) for pair in BETWEEN),
+        *((STREAMING, *pair) for pair in UNCUT),
     ],
 )
 def test_any_workers_that_go_on_are_simulated(
