@@ -37,7 +37,7 @@ from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import pieces, shard_of, switch, transpose_
 from core.parallel.recompute import RecomputeConfig
 from core.trace.account import MemoryAccount
-from tests.support.fold import one_block, random_features, random_parameters, sent_in_training
+from tests.support.fold import of_blocks, one_block, random_features, random_parameters, sent_in_training
 from tests.support.training import removed
 
 
@@ -432,14 +432,7 @@ MODES = (
 )
 def test_blocks_that_are_computed_again_send_again(ranks, size: int, modes: tuple[RecomputeConfig, ...]) -> None:
     """As often as their mode has them run, in stacks of two, three and five blocks."""
-    small = one_block(templates=True)
-    assert small.templates is not None
-    config = replace(
-        small,
-        evoformer=replace(small.evoformer, num_blocks=5),
-        extra=replace(small.extra, num_blocks=3),
-        templates=replace(small.templates, num_blocks=2),
-    )
+    config = of_blocks(one_block(templates=True), evoformer=5, extra=3, templates=2)
     config = replace(config, num_recycles=0, max_msa=5, max_extra_msa=7, max_templates=2)
     for found in ranks(size).run(_sent, size, config, 9, modes):
         for mode, (counted, expected) in zip(modes, found, strict=True):

@@ -27,7 +27,7 @@ from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import shard_of
 from core.parallel.recompute import RecomputeConfig
 from core.trace.account import MemoryAccount
-from tests.support.fold import random_parameters, sent_in_training
+from tests.support.fold import of_blocks, random_parameters, sent_in_training
 from tests.support.original_multimer import features_of
 from tests.support.training import removed
 
@@ -138,13 +138,7 @@ def test_a_missing_collective_is_seen(ranks) -> None:
 def _sent(size: int, modes: tuple[RecomputeConfig, ...]) -> list[tuple[dict, dict]]:
     """Of each mode, in stacks of two, three and five blocks."""
     small = replace(_config(), max_msa=4, max_extra_msa=3, max_templates=2)
-    assert small.templates is not None
-    config = replace(
-        small,
-        evoformer=replace(small.evoformer, num_blocks=5),
-        extra=replace(small.extra, num_blocks=3),
-        templates=replace(small.templates, num_blocks=2),
-    )
+    config = of_blocks(small, evoformer=5, extra=3, templates=2)
     return [sent_in_training(size, _model(config), _features(config, torch.float32), mode) for mode in modes]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.checkpoint import CheckpointConfig, Checkpointer, read_full
+from core.checkpoint import CheckpointConfig, read_full
 from core.comm.volume import count_volume
 from core.compose import parallelize
 from core.layout import full_tensor
@@ -24,11 +24,10 @@ from core.parallel.compress import CommConfig
 from core.parallel.local_steps import is_due, num_due
 from core.parallel.zero_one import ZeroOne
 from core.precision import LossScale
-from core.runtime import start
 from core.train import TrainConfig, TrainState, train_step
-from tests.parity.test_one_bit import DECAY, EPS, LR, SHAPES, Shapes, alike, configured, gradient, signs
-from tests.parity.test_resume import outcome, stopped_and_straight
-from tests.support.small import build, config_of
+from tests.parity.test_one_bit import DECAY, EPS, LR, SHAPES, Shapes, alike, configured, gone_on, gradient, signs
+from tests.parity.test_resume import gone_on_to_the_bit, outcome
+from tests.support.small import config_of
 
 BETA1, BETA2, MOMENTS = 0.875, 0.9375, ("exp_avg", "exp_avg_sq")
 BOUND = max(1, (1 - BETA1) / (1 - BETA2) ** 0.5)
@@ -324,23 +323,15 @@ def test_resumed_to_the_bit(ranks, tmp_path: Path, size: int, options: dict[str,
     optim = OptimConfig("adamw", lr=1e-2, **betas)
     comm = replace(FEW, report_every=2)
     config = config_of(tmp_path, steps=9, checkpoint=CheckpointConfig(every=4), optim=optim, comm=comm, **options)
-    (found, rows), (expected, expected_rows) = stopped_and_straight(ranks, size, tmp_path, config, dropout=0.3)
-    assert rows == expected_rows
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    gone_on_to_the_bit(ranks, size, tmp_path, config)
 
 
 def resumed(config: TrainConfig, name: str) -> tuple[Tensor, Tensor]:
     """This rank's way and momentum of a parameter, in a run that goes on."""
-    with start("cpu", 0):
-        state = build(config)
-        checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, state.parallel.mesh)
-        state.load(checkpointer, None)
-        checkpointer.close()
-        compression = state.parallel.compression
-        assert isinstance(compression, ZeroOne)
-        assert compression.local is not None
-        return compression.local.ways[name].clone(), compression.local.momenta[name].clone()
+    compression = gone_on(config)
+    assert isinstance(compression, ZeroOne)
+    assert compression.local is not None
+    return compression.local.ways[name].clone(), compression.local.momenta[name].clone()
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.soak)])

@@ -26,7 +26,7 @@ from core.parallel.one_bit import InSigns
 from core.precision import LossScale
 from core.runtime import start
 from core.train import TrainConfig, TrainState, train_step
-from tests.parity.test_resume import outcome, stopped_and_straight
+from tests.parity.test_resume import gone_on_to_the_bit, outcome
 from tests.support.small import build, config_of
 
 SHAPES = {"tall": (13, 5), "stack": (3, 4, 7), "vector": (6,), "few": (2, 3), "scalar": ()}
@@ -322,22 +322,24 @@ def test_resumed_to_the_bit(ranks, tmp_path: Path, size: int, options: dict[str,
     betas: dict[str, Any] = {"betas": (0.9, 0.95)}
     optim = OptimConfig(options.pop("optim", "adamw"), lr=1e-2, **betas)
     config = config_of(tmp_path, steps=steps, checkpoint=CheckpointConfig(every=steps // 2), optim=optim, **options)
-    (found, rows), (expected, expected_rows) = stopped_and_straight(ranks, size, tmp_path, config, dropout=0.3)
-    assert rows == expected_rows
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    gone_on_to_the_bit(ranks, size, tmp_path, config)
 
 
-def resumed_errors(config: TrainConfig, name: str) -> tuple[Tensor, Tensor]:
-    """This rank's error of a parameter, and that of the rows it serves, in a run that goes on."""
+def gone_on(config: TrainConfig) -> Any:
+    """What this rank keeps of messages in a run that goes on."""
     with start("cpu", 0):
         state = build(config)
         checkpointer = Checkpointer(config.out / "checkpoints", config.checkpoint, state.parallel.mesh)
         state.load(checkpointer, None)
         checkpointer.close()
-        compression = state.parallel.compression
-        assert isinstance(compression, InSigns)
-        return compression.errors[name].clone(), compression.server_errors[name].clone()
+        return state.parallel.compression
+
+
+def resumed_errors(config: TrainConfig, name: str) -> tuple[Tensor, Tensor]:
+    """This rank's error of a parameter, and that of the rows it serves, in a run that goes on."""
+    compression = gone_on(config)
+    assert isinstance(compression, InSigns)
+    return compression.errors[name].clone(), compression.server_errors[name].clone()
 
 
 def test_a_lost_ranks_error_goes_to_the_others(ranks, tmp_path: Path) -> None:

@@ -32,12 +32,16 @@ def outcome(config: TrainConfig, dropout: float) -> tuple[dict[str, torch.Tensor
     ]
 
 
-def stopped_and_straight(ranks, size: int, tmp_path: Path, config: TrainConfig, dropout: float) -> list[Any]:
-    """The outcomes of a run that stops and is resumed, and of one that is not, on rank 0."""
+def gone_on_to_the_bit(ranks, size: int, tmp_path: Path, config: TrainConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a run with dropout that stops and is resumed, which must be those of one that does not stop."""
     stopped = replace(config, out=tmp_path / "stopped")
-    ranks(size).run(train, replace(stopped, stop_after=STOP), dropout)
-    found = ranks(size).run(outcome, replace(stopped, resume="auto"), dropout)[0]
-    return [found, ranks(size).run(outcome, replace(config, out=tmp_path / "straight"), dropout)[0]]
+    ranks(size).run(train, replace(stopped, stop_after=STOP), 0.3)
+    found, rows = ranks(size).run(outcome, replace(stopped, resume="auto"), 0.3)[0]
+    expected, expected_rows = ranks(size).run(outcome, replace(config, out=tmp_path / "straight"), 0.3)[0]
+    assert rows == expected_rows
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    return found
 
 
 @pytest.mark.parametrize(
@@ -56,10 +60,7 @@ def stopped_and_straight(ranks, size: int, tmp_path: Path, config: TrainConfig, 
 def test_to_the_bit_on_the_same_mesh(ranks, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
     """With dropout: random state, data position, moments, learning rate and loss scale all go on where they were."""
     config = config_of(tmp_path, steps=STEPS, checkpoint=CheckpointConfig(every=3), **options)
-    (found, rows), (expected, expected_rows) = stopped_and_straight(ranks, size, tmp_path, config, dropout=0.3)
-    assert rows == expected_rows
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    found = gone_on_to_the_bit(ranks, size, tmp_path, config)
     assert found["seen"] == STEPS * (2 if "microbatch" in options else 1)
 
 
@@ -67,10 +68,7 @@ def test_to_the_bit_on_the_same_mesh(ranks, tmp_path: Path, size: int, options: 
 def test_bases_to_the_bit_on_the_same_mesh(ranks, tmp_path: Path, name: Any) -> None:
     optim = OptimConfig(name, schedule=ScheduleConfig(warmup_steps=2), **MATRICES[name])
     config = config_of(tmp_path, steps=STEPS, checkpoint=CheckpointConfig(every=3), optim=optim, zero=1)
-    (found, rows), (expected, expected_rows) = stopped_and_straight(ranks, 2, tmp_path, config, dropout=0.3)
-    assert rows == expected_rows
-    for parameter, value in expected.items():
-        assert torch.equal(found[parameter], value), parameter
+    gone_on_to_the_bit(ranks, 2, tmp_path, config)
 
 
 def test_a_model_draws_on_from_where_it_was(ranks, tmp_path: Path) -> None:
@@ -87,7 +85,7 @@ def test_a_model_draws_on_from_where_it_was(ranks, tmp_path: Path) -> None:
 def test_dropout_is_at_work(ranks, tmp_path: Path) -> None:
     """Without the random state, what is held above to the bit would differ."""
     config = config_of(tmp_path, steps=STEPS)
-    (found, _), _ = stopped_and_straight(ranks, 1, tmp_path, config, dropout=0.3)
+    found = gone_on_to_the_bit(ranks, 1, tmp_path, config)
     without = train(replace(config, out=tmp_path / "without"), dropout=0.0)[1]
     assert not torch.allclose(found["head.weight"], without["head.weight"], rtol=1e-3)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ from core.placement.messages import Widths, microbatch_bytes
 
 GOLDEN = Path(__file__).parents[1] / "data" / "fold" / "mini_model_1_ptm"
 MULTIMER_GOLDEN = GOLDEN.parent / "mini_multimer_v3"
+
+M = TypeVar("M", bound=ModelConfig)
 
 
 def random_parameters(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
@@ -110,6 +113,17 @@ def one_block(templates: bool = False) -> ModelConfig:
     whole = tiny(templates)
     structure = replace(whole.structure, num_layers=1)
     return replace(whole, evoformer=replace(whole.evoformer, num_blocks=1), structure=structure)
+
+
+def of_blocks(config: M, evoformer: int, extra: int, templates: int) -> M:
+    """The same with stacks of so many blocks."""
+    assert config.templates is not None
+    return replace(
+        config,
+        evoformer=replace(config.evoformer, num_blocks=evoformer),
+        extra=replace(config.extra, num_blocks=extra),
+        templates=replace(config.templates, num_blocks=templates),
+    )
 
 
 def dropping(model: ModelConfig) -> ModelConfig:

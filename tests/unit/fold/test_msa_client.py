@@ -3,13 +3,10 @@
 import gzip
 import io
 import json
-import ssl
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +23,11 @@ from apps.fold.service.client import Service
 from apps.fold.service.connection import GivenUp
 from core.config import UserError
 from core.web.key import read_key
+from tests.support.listening import CERTIFICATE, Quiet, listening
 from tests.support.msa_server import CRAMBIN, UBIQUITIN, begun, configured, serving
 
 ENTRY = f">101\n{CRAMBIN}\n>hit\n{CRAMBIN[:-1]}-\n\0"
 FILES = {"uniref.a3m": ENTRY.encode(), "bfd.mgnify30.metaeuk30.smag30.a3m": f">101\n{CRAMBIN}\n\0".encode()}
-CERTIFICATE = Path(__file__).parents[2] / "data" / "loopback.pem"
 Answer = Callable[..., tuple[Any, ...]]
 
 
@@ -42,7 +39,7 @@ def server(answer: Answer, certificate: Path | None = None) -> Iterator[tuple[st
     """
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked.append(self.path)
@@ -57,21 +54,8 @@ def server(answer: Answer, certificate: Path | None = None) -> Iterator[tuple[st
 
         do_POST = do_GET
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
-        listening.socket = context.wrap_socket(listening.socket, server_side=True)
-    thread = threading.Thread(target=listening.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http{'s' if certificate else ''}://127.0.0.1:{listening.server_address[1]}", asked
-    finally:
-        listening.shutdown()
-        listening.server_close()
+    with listening(Handler, certificate) as url:
+        yield url, asked
 
 
 def said(**content: Any) -> bytes:

@@ -2,11 +2,8 @@
 
 import json
 import socket
-import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,9 @@ import pytest
 
 from apps.serve.chat import ChatConfig, stream
 from core.config import UserError
+from tests.support.listening import CERTIFICATE, Quiet, listening
 
 SAID = [{"role": "user", "content": "hello"}]
-CERTIFICATE = Path(__file__).parents[2] / "data" / "loopback.pem"
 EVENTS = "text/event-stream; charset=utf-8"
 
 
@@ -35,7 +32,7 @@ def answering(
     """The address of a server with that answer, and what it is asked.  It ends the connection when that is sent."""
     asked: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             asked.append((self.path, self.headers.get("Authorization"), json.loads(self.rfile.read(length))))
@@ -45,21 +42,8 @@ def answering(
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    if certificate is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(Handler, certificate) as url:
+        yield url, asked
 
 
 def test_pieces_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
