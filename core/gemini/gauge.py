@@ -59,6 +59,11 @@ class Gauge:
         self.leave()
         self._peak.__exit__(*error)
 
+    def give_up(self) -> None:
+        """Count nothing any more: what is under way is not a whole moment."""
+        self._place = -1
+        self.__exit__(None, None, None)
+
     def leave(self) -> None:
         """The moment is over, and what its step has there is still there."""
         place, others = self._place, self._peak.take(_kept_gradients(self.chunks))

@@ -461,7 +461,10 @@ class GeminiReplicas(DataParallel):
         return on_disk, waiting
 
     def close(self) -> None:
-        """Give the disk's folder back."""
+        """Give the disk's folder back.  A first step that is being measured is not any more."""
+        if self._warming is not None and self.executor is not None:
+            self._warming.give_up()
+            self._warming = self.executor.gauge = None
         try:
             if self.disk is not None:
                 self.give_up_updates()

@@ -349,7 +349,7 @@ def test_templates_are_searched_with_the_first_alignment(tmp_path: Path, capsys)
     assert main(options) == 2
     said = capsys.readouterr()
     assert "2 searches run, 0 known" in said.out
-    assert "2 searches for templates run, 0 known" in said.out
+    assert "1 searches for templates run, 0 known from before, 1 failed" in said.out
     assert "ubi: 1 rows of family, 1 templates of profiles" in said.out
     assert said.err.count("error:") == 1
     assert "record 2 (crambin)" in said.err
@@ -358,7 +358,7 @@ def test_templates_are_searched_with_the_first_alignment(tmp_path: Path, capsys)
     assert [path.name for path in (tmp_path / "out" / "crambin").iterdir()] == ["family.a3m"]
     assert main(options) == 2
     said = capsys.readouterr()
-    assert "1 searches for templates run, 1 known" in said.out
+    assert "0 searches for templates run, 1 known from before, 1 failed" in said.out
     with pytest.raises(UserError, match="hhsearch begins with an alignment"):
         main([options[0], *options[-2:]])
     with pytest.raises(UserError, match="apt-get install hhsuite"):

@@ -143,8 +143,8 @@ def test_a_durable_step_has_the_state_of_what_has_settled_on_the_device(
         assert planned is not None
         try:
             if warms_up:
-                away = frozenset(chunk.index for chunk in disk.away)
-                assert host_bytes_of(planned.trace.chunks, frozenset(), away, True) <= parse_bytes(host)
+                away, waiting = (frozenset(one.index for one in of) for of in (disk.away, disk.waiting.of))
+                assert host_bytes_of(planned.trace.chunks, frozenset(), away, True, waiting) <= parse_bytes(host)
             first, _ = gemini.resume()
             for step in range(first, last):
                 value = loss(model, batch(step))
