@@ -268,7 +268,8 @@ class GeminiReplicas(DataParallel):
             on_disk, waiting = self.planned.plan.on_disk, self.planned.plan.waiting
             if self.warms_up and self.disk is not None:  # nothing lives on the device yet, and the host is no larger
                 on_disk |= to_disk(chunks, frozenset(), self.host.budget_bytes)
-                waiting |= to_wait(chunks, frozenset(), on_disk, self.host.budget_bytes)
+                waiting = to_wait(chunks, frozenset(), on_disk, self.host.budget_bytes)
+                self.host.require(host_bytes_of(chunks, frozenset(), on_disk, True, waiting))
         for member in of.values():  # from here on chunks take care of its memory
             member.tensor.data = self._nothing(member.tensor)
         dealt = [] if self.disk is None else deal(chunks, on_disk, speeds, waiting)
