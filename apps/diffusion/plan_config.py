@@ -106,8 +106,8 @@ class DiffusionPlanConfig(PlannedMachine):
             )
         if self.recompute.mode == "budget":
             raise UserError(
-                "recompute.mode=budget: of the commands only those of megalith llm choose what is computed again; use "
-                "--recompute.mode full, sqrt or recursive"
+                "recompute.mode=budget: of the commands only megalith llm and fold train choose what is computed "
+                "again; use --recompute.mode full, sqrt or recursive"
             )
         if self.recompute.segmented:
             ParallelConfig(zero=self.zero, recompute=self.recompute, gemini=self.gemini)

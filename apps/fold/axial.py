@@ -63,6 +63,7 @@ from core.parallel.axial import Switch, begin_switch, pieces, shard_of, switch, 
 from core.parallel.draws import replicated
 from core.parallel.recompute import RecomputeConfig
 from core.placement.style import AXIS, Plan, Style
+from core.trace.segments import Segments
 
 _ROWS, _COLUMNS = 1, 2  # dims of z[B, I, J, Z], and of m[B, S, N, D]
 _PARTS, _PIECE_BYTES = 8, 2**24  # a factor of the triangle product travels in so many parts, not in smaller ones
@@ -110,12 +111,14 @@ _PARTIAL = (
 """Patterns of the parameters whose gradients are sums over the axis of what each rank finds."""
 
 
-def axial_plan(recompute: RecomputeConfig | None = None) -> Plan:
+def axial_plan(recompute: RecomputeConfig | None = None, segments: Segments | None = None) -> Plan:
     """The plan of a model to be trained, whose blocks are computed again as `recompute` says.
 
-    Raises UserError for mode budget.
+    segments  those of mode budget, of all blocks
+
+    Raises UserError for that mode without them.
     """
-    sent = messages(recompute or RecomputeConfig())
+    sent = messages(recompute or RecomputeConfig(), segments)
     return {"": Style(partial=dict.fromkeys(_PARTIAL, (AXIS,)), messages=sent, wrap=_trained)}
 
 

@@ -29,7 +29,7 @@ from core.config import UserError
 from core.parallel.plan import block_lists, blocks_of
 from core.parallel.recompute import RecomputeConfig
 from core.placement.style import Message, Messages, Site
-from core.trace.segments import NAMED, Again, runs_again
+from core.trace.segments import NAMED, Again, Segments, runs_again
 
 
 def _config(site: Site) -> ModelConfig:
@@ -101,18 +101,20 @@ def _blocks(site: Site) -> Iterator[tuple[int, int]]:
         yield many * gathered, many * exchanged
 
 
-def _runs_again(network: nn.Module, recompute: RecomputeConfig) -> dict[nn.Module, Again]:
+def _runs_again(network: nn.Module, recompute: RecomputeConfig, segments: Segments | None) -> dict[nn.Module, Again]:
     """How often each block is computed again in the backward, of those that are."""
+    if segments is not None:
+        return dict(zip(blocks_of(network), runs_again(segments), strict=True))
     if recompute.mode in NAMED:
         each = [zip(blocks, runs_again(NAMED[recompute.mode](len(blocks)))) for blocks in block_lists(network)]
         return {block: again for found in each for block, again in found}
     return dict.fromkeys(blocks_of(network)[:: recompute.every], Again(cut=1)) if recompute.recomputes else {}
 
 
-def _again(site: Site, recompute: RecomputeConfig) -> Iterator[tuple[int, int]]:
+def _again(site: Site, recompute: RecomputeConfig, segments: Segments | None) -> Iterator[tuple[int, int]]:
     """What the blocks of each stack gather and exchange when they are computed again."""
     model, network = _config(site), site.module
-    runs = _runs_again(network, recompute)
+    runs = _runs_again(network, recompute, segments)
 
     def sent(blocks: Iterable[nn.Module], gathered: int, exchanged: int, unread: int = 0) -> tuple[int, int]:
         """unread: what of it a block sends at its end, which nothing in its own backward asks for"""
@@ -186,19 +188,21 @@ def _points(site: Site) -> int:
     return site.batch * site.length * 3 * places
 
 
-def messages(recompute: RecomputeConfig) -> Messages:
+def messages(recompute: RecomputeConfig, segments: Segments | None = None) -> Messages:
     """The messages of a microbatch, with those of blocks that are computed again in the backward.
 
-    Raises UserError for mode budget, whose blocks nobody knows before a step has been traced.
+    segments  those of mode budget
+
+    Raises UserError for that mode without them: nobody knows its blocks before a step has been traced.
     """
-    if recompute.mode == "budget":
+    if recompute.mode == "budget" and segments is None:
         raise UserError(
-            "recompute.mode=budget with axial parallelism: which blocks send their messages again is not known "
-            "beforehand; use full, sqrt or recursive"
+            "recompute.mode=budget with axial parallelism: nobody has chosen which blocks send their messages again "
+            "(core.train.segments does); use full, sqrt or recursive here"
         )
     again = (
-        Message("all_gather", lambda site: sum(gathered for gathered, _ in _again(site, recompute))),
-        Message("all_to_all", lambda site: sum(exchanged for _, exchanged in _again(site, recompute))),
+        Message("all_gather", lambda site: sum(gathered for gathered, _ in _again(site, recompute, segments))),
+        Message("all_to_all", lambda site: sum(exchanged for _, exchanged in _again(site, recompute, segments))),
     )
     return Messages(
         forward=(

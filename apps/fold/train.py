@@ -18,7 +18,7 @@ from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.model.network import trainable
 from apps.fold.training import plan
 from apps.fold.training.batches import FoldBatches, Predictions
-from apps.fold.training.config import FoldTrainConfig, check_combination, model_config, plan_of
+from apps.fold.training.config import FoldTrainConfig, check_combination, model_config, plan_of, resolved_mesh
 from apps.fold.training.dataset import (
     Beside,
     Dataset,
@@ -44,8 +44,11 @@ from core.metrics import plot_loss
 from core.optim.average import WeightAverage, unbiased
 from core.optim.build import build_optimizer
 from core.precision import compute_dtype
-from core.runtime import Runtime, launched, require_compiler, start
+from core.runtime import Runtime, agreed, device_of, launched, leads, require_compiler, start
+from core.trace.machine import bandwidth_of, speed_of
+from core.trace.segments import Segments
 from core.train import checkpoint_path, fit, launch_run, open_run
+from core.train.segments import described
 
 
 def main(argv: list[str]) -> int:
@@ -67,6 +70,7 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
     """The training run, on every rank.  Returns its summary."""
     of_weights, values = (None, None) if config.weights is None else read_alphafold(config.weights)
     model = model_config(config, of_weights)
+    segments = chosen_segments(config, model)
     with start(config.device, config.seed) as runtime, ExitStack() as run_folder:
         if config.compile:
             require_compiler(runtime.device)
@@ -79,7 +83,8 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
             network = trainable(model)
         if config.learns == "confidence":
             confidence_alone(network)
-        parallel = parallelize(network, mesh, config, plan_of(config), materialise=_materialise(config, values))
+        spread = plan_of(config, agreed(segments))
+        parallel = parallelize(network, mesh, config, spread, materialise=_materialise(config, values))
         optimizer = build_optimizer(config.optim, parallel.masters)
         average = None
         if config.average is not None:
@@ -101,6 +106,21 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
         if runtime.leads:
             report(config, model, summary)
     return summary
+
+
+def chosen_segments(config: FoldTrainConfig, model: ModelConfig) -> Segments | None:
+    """In mode budget what is computed again; chosen before there are ranks: a trace pretends some.
+
+    None in other modes.
+    """
+    if config.recompute.mode != "budget":
+        return None
+    device = device_of(config.device)
+    speed = speed_of(device, compute_dtype(config.precision))
+    found = plan.chosen(config, resolved_mesh(config), model, speed, device.type, bandwidth_of(device, 1))
+    if leads():
+        print(described(found))
+    return found.segments
 
 
 def _materialise(config: FoldTrainConfig, values: Mapping[str, torch.Tensor] | None) -> Callable[[nn.Module], None]:

@@ -6,12 +6,16 @@ kind of operators whose results they can keep, and one for each way in which act
 where blocks begin and end, in both directions, cut them into
 sections, and of these come the levels and peaks of each block, whatever it is: bytes of its own tensors, of the
 gradients that it makes, of buckets and messages between.
+
+Blocks before and behind the chain that a forward calls several times (a stack that runs once a template, layers that
+share their weights) are left out of it: each of their calls keeps its input and runs again, as in mode full.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from core.compose import ParallelConfig, parallelize
 from core.config import UserError
 from core.estimate.step import StepAccount, make_state, traced, update, without_memory
 from core.mesh import MeshConfig, build_mesh, mesh_shape
+from core.optim.average import WeightAverage, unbiased
 from core.optim.build import OptimConfig, build_optimizer
 from core.parallel.parallel_model import ParallelModel
 from core.parallel.plan import blocks_of
@@ -46,15 +51,18 @@ def estimate_chain(
     optimizer: OptimConfig | None = None,
     num_microbatches: int = 1,
     lines: Mapping[Form, Line] | None = None,
+    *,
+    averaged: bool = False,
 ) -> Chain:
     """The chain of a model's blocks in a step of a run in mode budget; its arguments are those of `estimate_step`.
 
-    lines  of copies to where activations may wait; without any nothing waits elsewhere
+    lines     of copies to where activations may wait; without any nothing waits elsewhere
+    averaged  whether a moving average of the weights is on the device, too
 
     The levels are of the whole device: parameters, gradients, the optimizer's state. The model is left as it was.
 
     Raises UserError for what `parallelize` refuses, for a model without blocks, and where its forward does not call
-    them one after another, once each.
+    those that it calls once one after another.
     """
     blocks = blocks_of(model)
     if not blocks:
@@ -68,31 +76,44 @@ def estimate_chain(
                 spread = parallelize(without_memory(copy.deepcopy(model)), built, parallel, given)
                 state = build_optimizer(optimizer or OptimConfig(), spread.masters)
                 make_state(account, spread, state)
+                averages: list[WeightAverage] = []  # which only has to be there
+                if averaged:
+                    averages.append(WeightAverage(spread.masters, unbiased(0.5), empty_like=spread.empty_like))
                 chain = chain_of(spread.model)
-                few = min(num_microbatches, 2)
+                few, own = min(num_microbatches, 2), range(len(blocks))
 
-                def steps(*segments: int | Lean | Away | Segments) -> _Steps:
-                    chain.follow(segments)
+                def steps(item: int | Lean | Away | None = None) -> _Steps:
+                    """With each block of the chain so; by default each runs again from its own input."""
+                    nonlocal own
+                    behind = len(blocks) - own.stop
+                    chain.follow(single if item is None else (*single[: own.start], item, *single[:behind]))
                     found = _steps_of(account, spread, chain, few, loss)
+                    if item is None:
+                        own = _called_once(found, len(blocks))
+                    found = found.of_blocks(own)
                     found.least = _rest(account, spread, state, found)
                     return found
 
-                again, whole, lean = steps(*single), steps(len(blocks)), dict[Results, _Steps]()
+                again = steps()
+                whole, lean = steps(len(own)), dict[Results, _Steps]()
                 if not parallel.compile:  # of which no part runs again alone
-                    products = steps(Lean(len(blocks), "products"))
+                    products = steps(Lean(len(own), "products"))
                     for keeps in _fewer(chain.kept):
-                        lean[keeps] = steps(Lean(len(blocks), keeps))
+                        lean[keeps] = steps(Lean(len(own), keeps))
                     if chain.kept:
                         lean["products"] = products
-                away = dict[Form, _Steps]((form, steps(Away(len(blocks), form))) for form in _traced_forms(lines))
+                away = dict[Form, _Steps]((form, steps(Away(len(own), form))) for form in _traced_forms(lines))
+                averages.clear()
             except RuntimeError as error:
                 said = next(iter(str(error).splitlines()), "")
                 raise UserError(
                     f"recompute.mode=budget: this model's step cannot be foreseen without values "
                     f"({type(error).__name__}: {said}); use --recompute.mode full, sqrt or recursive"
                 ) from error
-    found = _chain(again, whole, lean, away, len(blocks))
-    return replace(_with_lines(found, lines or {}), single=parallel.zero == 3)
+    found = _chain(again, whole, lean, away, len(own))
+    return replace(
+        _with_lines(found, lines or {}), single=parallel.zero == 3, ahead=own.start, behind=len(blocks) - own.stop
+    )
 
 
 def _traced_forms(lines: Mapping[Form, Line] | None) -> list[Form]:
@@ -143,16 +164,32 @@ class _Event:
 class _Steps:
     """A step's microbatches, mark by mark.
 
-    passed, held  by block, storages that it was handed, and that are there for others, too; -1: what the last one hands
-                  on
-    alive         bytes at each moment of each section
+    passed, held, handed  by block, storages that it was handed, that are there for others, too, and that it hands on
+    alive                 bytes at each moment of each section
     """
 
     microbatches: list[list[_Event]] = field(default_factory=list)
     passed: dict[int, dict[int, int]] = field(default_factory=dict)
-    held: dict[int, int] = field(default_factory=dict)
+    held: dict[int, dict[int, int]] = field(default_factory=dict)
+    handed: dict[int, dict[int, int]] = field(default_factory=dict)
     alive: list[list[int]] = field(default_factory=list)
     least: int = 0
+
+    def of_blocks(self, own: range) -> "_Steps":
+        """The marks of some blocks alone, which are then counted from 0."""
+
+        def cut(found: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
+            return {index - own.start: of for index, of in found.items() if index in own}
+
+        marks = [
+            [
+                replace(event, block=max(-1, event.block - own.start))
+                for event in events
+                if event.block == -1 or event.block in own
+            ]
+            for events in self.microbatches
+        ]
+        return _Steps(marks, cut(self.passed), cut(self.held), cut(self.handed))
 
 
 def _steps_of(
@@ -162,7 +199,7 @@ def _steps_of(
     num_microbatches: int,
     loss: Callable[[nn.Module], Tensor],
 ) -> _Steps:
-    found, last = _Steps(), len(chain.blocks) - 1
+    found = _Steps()
 
     def mark(what: str, block: int) -> None:
         account.mark(Label(what, "chain", block))
@@ -171,12 +208,10 @@ def _steps_of(
 
     def observe(what: str, block: int, passed: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         if len(found.microbatches) == 1:
-            found.held |= _storages(held)
-            if what == "begin":
-                found.passed[block] = _storages(passed)
+            found.held[block] = found.held.get(block, {}) | _storages(held)
+            if what in ("begin", "end"):
+                (found.passed if what == "begin" else found.handed)[block] = _storages(passed)
         if what == "end":
-            if block == last and len(found.microbatches) == 1:
-                found.passed[-1] = _storages(passed)
             for tensor in passed:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: mark("back", block))
@@ -194,6 +229,18 @@ def _steps_of(
     mark("over", -1)
     chain.observe = None
     return found
+
+
+def _called_once(steps: _Steps, num_blocks: int) -> range:
+    """The blocks that a forward calls once; of several such runs in the order of the model's lists the longest."""
+    calls = Counter(event.block for event in steps.microbatches[0] if event.what == "begin")
+    runs, begin = [range(num_blocks)], 0
+    for once, some in groupby(range(num_blocks), lambda index: calls[index] == 1):
+        end = begin + len(list(some))
+        if once:
+            runs.append(range(begin, end))
+        begin = end
+    return max(runs[1:] or runs, key=len)
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -256,10 +303,14 @@ class _Levels:
 def _chain(
     again: _Steps, whole: _Steps, lean: dict[Results, _Steps], away: dict[Form, _Steps], num_blocks: int
 ) -> Chain:
-    inputs = [sum(n for key, n in again.passed[k].items() if key not in again.held) for k in range(num_blocks)]
-    output = sum(n for key, n in again.passed[-1].items() if key not in again.held)
     every = [again, whole, *lean.values(), *away.values()]
     levels = [[_Levels(steps, events, num_blocks) for events in steps.microbatches] for steps in every]
+    held = {key for of in again.held.values() for key in of}
+
+    def own(storages: dict[int, int]) -> int:
+        return sum(num_bytes for key, num_bytes in storages.items() if key not in held)
+
+    inputs, output = [own(again.passed[k]) for k in range(num_blocks)], own(again.handed[num_blocks - 1])
     microbatches = [
         _Microbatch(
             inputs,

@@ -96,6 +96,11 @@ class StepEstimate:
         return self.masters_bytes + self.state_bytes
 
     @property
+    def average_bytes(self) -> int:
+        """Of a moving average of the weights, which is as large as the masters; not part of the other figures."""
+        return self.masters_bytes or self.parameters_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The fullest moment of the step: what the device must have."""
         return max(self.phases.values())

@@ -122,6 +122,7 @@ class Chain:
     single  whether no segment may be of several blocks, since in one's backward the parameters of others are not there
     lines   of copies, by where they go
     flying  microbatches of a pipeline's stage of which a forward has run and no backward, at the fullest moment
+    ahead, behind  blocks of the model before and behind the chain, which are called several times: each call runs again
     """
 
     blocks: tuple[ChainBlock, ...]
@@ -132,6 +133,13 @@ class Chain:
     single: bool = False
     flying: int = 1
     lines: Mapping[Form, Line] = field(default_factory=dict)
+    ahead: int = 0
+    behind: int = 0
+
+    def of_model(self, segments: Segments) -> Segments:
+        """The segments of all blocks of the model, of those of the chain."""
+        alone: Segments = ((1,),)
+        return (*alone * self.ahead, *segments, *alone * self.behind)
 
 
 def stage_of(chain: Chain, blocks: range, flying: int) -> Chain:

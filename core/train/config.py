@@ -134,8 +134,8 @@ class TrainConfig(ParallelConfig):
             self._check_gemini()
         if self.recompute.mode == "budget" and not self.CHOOSES_SEGMENTS:
             raise UserError(
-                "recompute.mode=budget: of the commands only those of megalith llm choose what is computed again; use "
-                "--recompute.mode full, sqrt or recursive"
+                "recompute.mode=budget: of the commands only megalith llm and fold train choose what is computed "
+                "again; use --recompute.mode full, sqrt or recursive"
             )
         if self.evaluate_every < 0:
             raise UserError(f"evaluate_every={self.evaluate_every}; give a number of steps, or 0 for only at the end")

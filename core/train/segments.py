@@ -22,7 +22,7 @@ from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan, model_plan
 from core.trace.chain import Chain, Line, Simulated, stage_of
 from core.trace.machine import Bandwidth, Speed
-from core.trace.segments import Away, Form, Segments
+from core.trace.segments import Away, Form, Segments, num_blocks_of
 
 TRIES = 4
 """Each a trace of the step, of a pipeline's stages of all ranks'."""
@@ -41,10 +41,13 @@ def choose_segments(
     optimizer: OptimConfig | None = None,
     num_microbatches: int = 1,
     lines: Mapping[Form, Line] | None = None,
+    *,
+    averaged: bool = False,
 ) -> Checkpointing:
     """The fastest segments whose step keeps within `parallel.recompute.budget`; see `core.estimate.chain`.
 
-    lines  of copies to where activations may wait: `lines_of`. Without any they wait nowhere else
+    lines     of copies to where activations may wait: `lines_of`. Without any they wait nowhere else
+    averaged  whether a moving average of the weights is on the device, too
 
     Of a pipeline each rank's are chosen alone, in what it has left beside for the microbatches that its stages have in
     flight; of as many something waits elsewhere.
@@ -54,11 +57,12 @@ def choose_segments(
     given = parallel.recompute.budget
     assert given is not None
     budget = size_in_bytes(given, "recompute.budget")
-    step = _Step(model, loss, mesh, parallel, speed, model_plan(plan), optimizer, num_microbatches, lines)
+    step = _Step(model, loss, mesh, parallel, speed, model_plan(plan), optimizer, num_microbatches, lines, averaged)
     if mesh.pp > 1:
         return step.of_stages(budget)
-    chain = step.chain()
-    return step.traced(frontier(within(chain, parallel.recompute.room)), budget)
+    chain = within(step.chain(), parallel.recompute.room)
+    choices = [replace(choice, segments=chain.of_model(choice.segments)) for choice in frontier(chain)]
+    return step.traced(choices, budget)
 
 
 def lines_of(recompute: RecomputeConfig, kind: str, link: Bandwidth) -> dict[Form, Line]:
@@ -109,6 +113,7 @@ class _Step:
     optimizer: OptimConfig | None
     num_microbatches: int
     lines: Mapping[Form, Line] | None = None
+    averaged: bool = False
 
     def traced(self, choices: Sequence[Checkpointing], budget: int) -> Checkpointing:
         """The fastest that keep within the budget.
@@ -143,7 +148,7 @@ class _Step:
         mesh = replace(self.mesh, pp=1)
         alone = ParallelConfig(**{**own, "pipeline": PipelineConfig()})
         given = self.model, self.loss, mesh, alone, self.speed, self.plan, self.optimizer, self.num_microbatches
-        return estimate_chain(*given, self.lines)
+        return estimate_chain(*given, self.lines, averaged=self.averaged)
 
     def of_stages(self, budget: int) -> Checkpointing:
         """Those of a pipeline.
@@ -207,7 +212,7 @@ class _Step:
         plan = replace(plan, recompute=segments)
         given = self.model, self.loss, self.mesh, self.parallel, plan, self.optimizer or OptimConfig()
         stages = estimate_places(*given, self.num_microbatches, range(self.mesh.pp))
-        return [estimate.peak_bytes for estimate in stages.values()]
+        return [one.peak_bytes + (one.average_bytes if self.averaged else 0) for one in stages.values()]
 
     def _together(self, ranks: Sequence["_OfRank"], peaks: Sequence[int], split: StageSplit) -> Checkpointing:
         """The segments of all stages; times are those of one microbatch on its way through all."""
@@ -294,6 +299,8 @@ def described(found: Checkpointing) -> str:
         f"at most {in_words(found.peak_bytes)} in a step: {sum(map(bool, again))} of {len(again)} blocks run again, "
         f"{sum(again)} times together, which takes {step.again_s / alone_s:.0%} of a step's time in blocks"
     )
+    if alone := num_blocks_of(found.segments) - len(again):
+        said += f"; {alone} others, which a forward calls several times, run again in each call"
     for form, where in WHERE.items():
         if blocks := sum(item.blocks for item in found.segments if isinstance(item, Away) and item.form == form):
             said += f"; of {blocks} what they save waits {where}"

@@ -723,7 +723,7 @@ def test_the_demo_shows_what_it_learned_and_says_when_that_is_too_little(
         (("--recipe", "debug", "--axial", "25", "--nproc", "25"), "there are more ranks than rows of pairs"),
         (("--recipe", "debug", "--axial", "20", "--nproc", "20"), "axial=20 with max_msa=16: there are more ranks"),
         (("--recipe", "debug", "--axial", "2", "--nproc", "2", "--compile"), "axial=2 with compile"),
-        (("--recipe", "debug", "--recompute.mode", "budget", "--recompute.budget", "1GiB"), "of the commands only"),
+        (("--recipe", "debug", "--recompute.mode", "budget"), "recompute.mode=budget without one"),
         (("--recipe", "debug_complexes", "--axial", "9", "--max-msa", "8", "--nproc", "9"), "axial=9 with max_msa=8"),
         (("--recipe", "debug", "--model", "model_1"), "has templates"),
         (("--recipe", "debug", "--data.templates", "."), "takes no templates"),

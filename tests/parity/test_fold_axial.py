@@ -37,7 +37,7 @@ from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import pieces, shard_of, switch, transpose_
 from core.parallel.recompute import RecomputeConfig
 from core.trace.account import MemoryAccount
-from tests.support.fold import of_blocks, one_block, random_features, random_parameters, sent_in_training
+from tests.support.fold import BUDGET, of_blocks, one_block, random_features, random_parameters, sent_in_training
 from tests.support.training import removed
 
 
@@ -421,6 +421,7 @@ def test_training_sends_what_the_closed_forms_say(ranks, size: int) -> None:
 
 
 MODES = (
+    BUDGET,
     *(RecomputeConfig(mode) for mode in ("recursive", "full", "sqrt", "selective", "offload", "compressed")),
     *(RecomputeConfig(mode, 2) for mode in ("full", "selective")),
 )
@@ -428,7 +429,7 @@ MODES = (
 
 @pytest.mark.parametrize(
     ("size", "modes"),
-    [(2, MODES[:1]), *(pytest.param(n, (mode,), marks=pytest.mark.soak) for n in (2, 3, 4) for mode in MODES)],
+    [(2, MODES[:2]), *(pytest.param(n, (mode,), marks=pytest.mark.soak) for n in (2, 3, 4) for mode in MODES)],
 )
 def test_blocks_that_are_computed_again_send_again(ranks, size: int, modes: tuple[RecomputeConfig, ...]) -> None:
     """As often as their mode has them run, in stacks of two, three and five blocks."""
@@ -440,5 +441,5 @@ def test_blocks_that_are_computed_again_send_again(ranks, size: int, modes: tupl
 
 
 def test_a_mode_whose_messages_nobody_knows_is_refused() -> None:
-    with pytest.raises(UserError, match=r"recompute\.mode=budget with axial parallelism: .* use full, sqrt"):
-        axial_plan(RecomputeConfig("budget", budget="1GiB"))
+    with pytest.raises(UserError, match=r"budget with axial parallelism: nobody has chosen .* use full, sqrt"):
+        axial_plan(BUDGET)

@@ -27,7 +27,7 @@ from core.mesh import MeshConfig, build_mesh
 from core.parallel.axial import shard_of
 from core.parallel.recompute import RecomputeConfig
 from core.trace.account import MemoryAccount
-from tests.support.fold import of_blocks, random_parameters, sent_in_training
+from tests.support.fold import BUDGET, of_blocks, random_parameters, sent_in_training
 from tests.support.original_multimer import features_of
 from tests.support.training import removed
 
@@ -142,12 +142,12 @@ def _sent(size: int, modes: tuple[RecomputeConfig, ...]) -> list[tuple[dict, dic
     return [sent_in_training(size, _model(config), _features(config, torch.float32), mode) for mode in modes]
 
 
-MODES = tuple(RecomputeConfig(mode) for mode in ("recursive", "full", "sqrt", "selective", "none", "offload"))
+MODES = (BUDGET, *(RecomputeConfig(mode) for mode in ("recursive", "full", "sqrt", "selective", "none", "offload")))
 
 
 @pytest.mark.parametrize(
     ("size", "modes"),
-    [(2, MODES[:1]), *(pytest.param(n, (mode,), marks=pytest.mark.soak) for n in (2, 3, 4) for mode in MODES)],
+    [(2, MODES[:2]), *(pytest.param(n, (mode,), marks=pytest.mark.soak) for n in (2, 3, 4) for mode in MODES)],
 )
 def test_training_sends_what_the_closed_forms_say(ranks, size: int, modes: tuple[RecomputeConfig, ...]) -> None:
     """Also where blocks are computed again, of 19 residues with templates."""

@@ -33,9 +33,11 @@ from core.precision import LossScale
 from core.train import TrainState, num_rows, train_step
 from tests.support.covering import covering
 from tests.support.fold import (
+    BUDGET,
     Chains,
     Complexes,
     TemplateChains,
+    budget_segments,
     dropping,
     small_model,
     small_multimer,
@@ -86,7 +88,8 @@ def run(case: Case, without: tuple[str, ...] = ()) -> dict[str, Any]:
     axis = data_axis(mesh)
     with torch.device("meta"):
         network = trainable(model)
-    parallel = parallelize(network, mesh, config, plan_of(config), materialise=lambda m: initialise(m, 0))
+    segments = budget_segments(network, single=case.zero == 3) if case.recompute.mode == "budget" else None
+    parallel = parallelize(network, mesh, config, plan_of(config, segments), materialise=lambda m: initialise(m, 0))
     optimizer = build_optimizer(config.optim, parallel.masters)
     average = WeightAverage(parallel.masters, unbiased(0.6))
     state = TrainState(parallel, optimizer, LossScale("fp64"), {}, average)
@@ -161,6 +164,11 @@ CASES = {
     "2-axial-offload": (2, Case(1, axial=2, recompute=RecomputeConfig("offload"), dropout=True)),
     "2-axial-compressed": (2, Case(2, axial=2, recompute=RecomputeConfig("compressed"), dropout=True)),
     "2-zero3-offload": (2, Case(3, recompute=RecomputeConfig("offload"), templates=True)),
+    "2-zero2-budget": (2, Case(2, microbatch=1, recompute=BUDGET, dropout=True)),
+    "2-zero3-budget": (2, Case(3, recompute=BUDGET, templates=True)),
+    "2-zero1-complexes-budget": (2, Case(1, recompute=BUDGET, complexes=True)),
+    "2-axial-budget": (2, Case(axial=2, recompute=BUDGET, templates=True, dropout=True)),
+    "4-axial-complexes-budget": (4, Case(1, axial=2, recompute=BUDGET, complexes=True)),
     "2-axial-complexes": (2, Case(axial=2, complexes=True)),
     "3-axial-complexes": (3, Case(axial=3, microbatch=1, recompute=RecomputeConfig("full"), complexes=True)),
     "4-axial-complexes": (4, Case(axial=4, complexes=True)),

@@ -31,8 +31,10 @@ from apps.fold.training.complexes import ComplexExample, example_of
 from apps.fold.training.dataset import Example
 from core.comm.volume import count_volume
 from core.mesh import MeshConfig, build_mesh
+from core.parallel.plan import block_lists
 from core.parallel.recompute import RecomputeConfig, apply_recompute
 from core.placement.messages import Widths, microbatch_bytes
+from core.trace.segments import Lean, Segments
 
 GOLDEN = Path(__file__).parents[1] / "data" / "fold" / "mini_model_1_ptm"
 MULTIMER_GOLDEN = GOLDEN.parent / "mini_multimer_v3"
@@ -278,15 +280,32 @@ def hhr_text(query: str, hits: list[tuple[str, str, str, int, int, float]]) -> s
     return "\n".join(["", *lines][1:]) + "\n"
 
 
+BUDGET = RecomputeConfig("budget", budget="1GiB")
+
+
+def budget_segments(model: AlphaFold, single: bool = False) -> Segments:
+    """Such as are chosen of a model, whose extra MSA and Evoformer are one chain; single: each of one block."""
+    lists = [len(blocks) for blocks in block_lists(model)]
+    ahead = 0 if model.template_embedder is None else lists.pop(0)
+    chain, behind = sum(lists[:2]), sum(lists[2:])
+    one: Segments = ((1,),)
+    own: Segments = (1, *one * (chain - 2), Lean(1, "products"))
+    if not single:
+        most = chain - 2  # over the end of the extra MSA's stack
+        own = ((((1,), 1), *((most - 2,) if most > 2 else ())), Lean(1, "products"), 1) if most > 1 else ((chain,),)
+    return (*one * ahead, *own, *one * behind)
+
+
 def sent_in_training(
     size: int, model: AlphaFold, features: Features, recompute: RecomputeConfig | None = None
 ) -> tuple[dict, dict]:
     """Bytes that a rank of `size` sends in a forward with gradients and its backward, counted, and by closed forms."""
-    mesh, plan = build_mesh(MeshConfig(tp=size).resolve(size), "cpu"), axial_plan(recompute)
+    segments = budget_segments(model) if recompute is not None and recompute.mode == "budget" else None
+    mesh, plan = build_mesh(MeshConfig(tp=size).resolve(size), "cpu"), axial_plan(recompute, segments)
     model = model.float()
     expected = microbatch_bytes(model, plan, mesh, 1, features.aatype_BN.shape[1], Widths(4, 4))
     shard_evoformer(model, mesh["tp"])
-    apply_recompute(model, recompute or RecomputeConfig())
+    apply_recompute(model, recompute or RecomputeConfig(), segments=segments)
     with count_volume(mesh) as volume:
         found = model([features])
         logits = [x for x in vars(found.logits).values() if x is not None]

@@ -25,8 +25,9 @@ from apps.fold.weights.source import is_multimer
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.optim.spec import spec_of
-from core.placement.style import Plan
+from core.placement.table import ModelPlan
 from core.runtime import ranks_of
+from core.trace.segments import Segments
 from core.train import TrainConfig
 
 _OWN_MODELS = {
@@ -80,6 +81,7 @@ class DataConfig(BatchConfig):
 class FoldTrainConfig(TrainConfig):
     """Train the structure predictor on experimental structures."""
 
+    CHOOSES_SEGMENTS: ClassVar[bool] = True
     ELASTIC: ClassVar[bool] = False
 
     ESSENTIAL: ClassVar[tuple[str, ...]] = (
@@ -126,10 +128,10 @@ class FoldTrainConfig(TrainConfig):
                 raise UserError(f"{name}={getattr(self, name)}; give the number of {what}, at least 1")
         if self.axial > 1:
             self._check_axial()
-        if self.recompute.mode == "budget":
+        if self.recompute.mode == "budget" and self.learns == "confidence":
             raise UserError(
-                "recompute.mode=budget: of the commands only those of megalith llm choose what is computed again; use "
-                "--recompute.mode full, sqrt or recursive"
+                "recompute.mode=budget with learns=confidence: the blocks learn nothing, and keep nothing for a "
+                "backward; leave out --recompute.mode"
             )
         if self.average is not None and not 0 <= self.average < 1:
             raise UserError(f"average={self.average}; give a decay from 0 to below 1, or None")
@@ -249,11 +251,9 @@ def model_config(config: FoldTrainConfig, of_weights: ModelConfig | None = None)
     return model
 
 
-def plan_of(config: FoldTrainConfig) -> Plan:
-    """How the model is spread, beside data parallelism."""
-    if config.axial == 1:
-        return {}
-    return axial_plan(config.recompute)
+def plan_of(config: FoldTrainConfig, segments: Segments | None = None) -> ModelPlan:
+    """How the model is spread, beside data parallelism; segments: those of mode budget."""
+    return ModelPlan(tensor={} if config.axial == 1 else axial_plan(config.recompute, segments), recompute=segments)
 
 
 def check_combination(config: FoldTrainConfig) -> MeshConfig:

@@ -11,7 +11,7 @@ Left out: the moving average's update, validation, and the heads' part where onl
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import ClassVar
 
@@ -37,13 +37,19 @@ from apps.fold.training.distillation import DistillConfig
 from apps.fold.training.objective import Objective, confidence_alone
 from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.source import read_weights
+from core.auto.checkpointing import Checkpointing
 from core.config import UserError, in_words, option, parse, time_in_words, typed
 from core.estimate import PlannedRun, StepEstimate, estimate_step
 from core.estimate.residency import estimate_budget
+from core.gemini.direct import drive_speeds, with_drives
 from core.mesh import MeshConfig
 from core.optim.build import without_size
+from core.parallel.recompute import RecomputeConfig
 from core.precision import compute_dtype
-from core.trace.machine import Speed
+from core.runtime import device_kind
+from core.trace.machine import Bandwidth, Speed, described_bandwidth
+from core.trace.segments import Segments
+from core.train.segments import choose_segments, described, lines_of
 
 _IDS = ("asym", "entity", "sym", "copies")
 _DRAWN = 8  # residues for which features are made, to see their shapes
@@ -93,7 +99,8 @@ WITHOUT_EFFECT = (
 
 def without_effect(config: FoldTrainPlanConfig) -> set[str]:
     """Dotted names of the options that this plan does not depend on."""
-    return {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
+    found = {*WITHOUT_EFFECT, *(f"optim.{name}" for name in without_size(config.optim))}
+    return found - {"device"} if config.recompute.mode == "budget" else found
 
 
 def main(argv: list[str]) -> int:
@@ -126,15 +133,23 @@ def show(config: FoldTrainPlanConfig, typed: set[str], console: Console) -> None
 
 
 def _show_step(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig, console: Console) -> None:
+    segments = None
+    if config.recompute.mode == "budget":
+        link = described_bandwidth(config.speed, 1e9 * config.bandwidth_gb_s, 1)
+        kind = "cuda" if config.gpu is not None else device_kind(config.device)
+        found = chosen(config, mesh, model, config.speed, kind, link)
+        console.print(described(found))
+        segments = found.segments
+
     @cache
     def step(iterations: int) -> StepEstimate:
-        return step_of(config, mesh, model, config.speed, iterations)
+        return step_of(config, mesh, model, config.speed, iterations, segments)
 
     most = min(2, model.num_recycles + 1)
     found, machine = step(most), config.machine
     console.print(_table(config, mesh, model, found.table()))
     if config.average is not None:
-        average = found.masters_bytes or found.parameters_bytes
+        average = found.average_bytes
         console.print(f"and the moving average: {in_words(average)}, counted in what --memory must hold")
     else:
         average = 0
@@ -154,12 +169,36 @@ def _show_step(config: FoldTrainPlanConfig, mesh: MeshConfig, model: ModelConfig
 
 
 def step_of(
-    config: FoldTrainConfig, mesh: MeshConfig, model: ModelConfig, speed: Speed, iterations: int
+    config: FoldTrainConfig,
+    mesh: MeshConfig,
+    model: ModelConfig,
+    speed: Speed,
+    iterations: int,
+    segments: Segments | None = None,
 ) -> StepEstimate:
-    """The step of a rank of a run, of so many iterations of recycling."""
+    """The step of a rank of a run, of so many iterations of recycling; segments: those of mode budget."""
     sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
-    made = _network(config, model), _loss(config, model, max(sizes), iterations), mesh, config, speed, plan_of(config)
+    plan = plan_of(config, segments)
+    made = _network(config, model), _loss(config, model, max(sizes), iterations), mesh, config, speed, plan
     return estimate_step(*made, optimizer=config.optim, num_microbatches=len(sizes))
+
+
+def chosen(
+    config: FoldTrainConfig, mesh: MeshConfig, model: ModelConfig, speed: Speed, kind: str, link: Bandwidth
+) -> Checkpointing:
+    """What a run in mode budget computes again.  Raises UserError for a budget in which no step fits.
+
+    kind, link  cpu or cuda, of the device, and its link to the host
+
+    Iterations without gradients run blocks once, and keep nothing: they are no runs of the chain.
+    """
+    sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
+    loss = _loss(config, model, max(sizes), min(2, model.num_recycles + 1))
+    folders = [] if config.recompute.disk is None else [config.recompute.disk]
+    lines = lines_of(config.recompute, kind, with_drives(link, drive_speeds(folders)))
+    plan = plan_of(replace(config, recompute=RecomputeConfig()))  # the trace itself counts what it sends again
+    made = _network(config, model), loss, mesh, config, speed, plan, config.optim, len(sizes), lines
+    return choose_segments(*made, averaged=config.average is not None)
 
 
 @dataclass(frozen=True)
