@@ -35,7 +35,7 @@ from core.optim.build import build_optimizer
 from core.placement.stages import Costs
 from core.placement.table import Transforms
 from core.precision import compute_dtype
-from core.runtime import Runtime, device_bytes, device_kind, device_of, launched, leads, ranks_of, start
+from core.runtime import Runtime, agreed, device_bytes, device_kind, device_of, launched, leads, ranks_of, start
 from core.trace.machine import bandwidth_of, speed_of
 from core.trace.segments import Segments
 from core.train import fit, launch_run, open_run
@@ -73,7 +73,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
     with start(config.device, config.seed) as runtime, open_run(config, runtime):
         mesh = runtime.mesh(config.mesh, config.zero)
         if segments is not None:
-            segments = of_first(segments)
+            segments = agreed(segments)
         with torch.device("meta"):
             model = Decoder(config.model)
         parallel = parallelize(
@@ -127,14 +127,7 @@ def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
     if run.pp == 1 or config.pipeline.cost == "estimated":
         return stage_costs(decoder_shape(config.model), run)
     dtype = compute_dtype(config.precision)
-    return of_first(measured_costs(config.model, run.microbatch_size, run.sequence_length, dtype, runtime.device))
-
-
-def of_first(value: Any) -> Any:
-    """What the first rank has found, who measures as little alike as the others."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    return agreed(measured_costs(config.model, run.microbatch_size, run.sequence_length, dtype, runtime.device))
 
 
 def kernels(runtime: Runtime) -> Transforms:
