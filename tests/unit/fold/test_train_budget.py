@@ -145,8 +145,12 @@ def test_a_step_takes_what_was_planned(monkeypatch, make: Callable[[], ModelConf
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("recipe", ["debug", "debug_complexes"])
-def test_a_run_keeps_to_its_budget_and_its_plan_says_so(tmp_path: Path, capsys, recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "elsewhere"), [("debug", ()), ("debug_complexes", ()), ("debug", ("--recompute.host", "1GiB"))]
+)
+def test_a_run_keeps_to_its_budget_and_its_plan_says_so(
+    tmp_path: Path, capsys, recipe: str, elsewhere: tuple[str, ...]
+) -> None:
     """With the losses of no recomputation; the rows of chains without alignments, crops shorter than each."""
     words = ["--recipe", recipe, "--max-msa", "1", "--max-extra-msa", "1", "--data.crop", "16", "--device", "cpu"]
     words += ["--data.validation", "None", "--steps", "2", "--num-recycles", "1", "--data.global-batch", "1"]
@@ -161,11 +165,12 @@ def test_a_run_keeps_to_its_budget_and_its_plan_says_so(tmp_path: Path, capsys, 
 
     plain, losses = run()
     budget = int(0.7 * plain["device_peak_bytes"])
-    given = ("--recompute.mode", "budget", "--recompute.budget", str(budget))
+    given = ("--recompute.mode", "budget", "--recompute.budget", str(budget), *elsewhere)
     capsys.readouterr()
     kept, same = run(*given)
     (said,) = re.findall(r"at most ([\d.]+) MiB in a step: .*", capsys.readouterr().out)
     assert same == losses
     assert kept["device_peak_bytes"] == pytest.approx(float(said) * 2**20, rel=0.05)
     assert train([*words, *given, "--plan"]) == 0
-    assert f"at most {said} MiB in a step" in capsys.readouterr().out
+    (planned,) = re.findall(r"at most ([\d.]+) MiB in a step: .*", capsys.readouterr().out)
+    assert float(planned) * 2**20 <= 1.01 * budget  # of three digits; what is fastest depends on how fast a machine is
