@@ -89,7 +89,12 @@ def _register(pointer: int, num_bytes: int) -> None:
 
 
 def _unregister(pointer: int, pages: mmap.mmap) -> None:
-    """pages: held until here, so that what is unregistered is still mapped."""
+    """pages: held until here, so that what is unregistered is still mapped.
+
+    Copies that were begun may still be under way, and nobody promises that the driver waits for them.
+    """
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
     _driver().cudaHostUnregister(pointer)
 
 

@@ -57,16 +57,17 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
     order     what was done, as it was issued: the actor, and "fetch", "send" or an operator's name
     waits     for events: by whom, HOST or a stream
     deaf_to   the number of a wait that is left out
+    unmaps    memory of the host goes without the wait for the device that `core.pinned` has
     """
 
-    def __init__(self, deaf_to: int | None = None):
+    def __init__(self, deaf_to: int | None = None, unmaps: bool = False):
         DeviceStreams.__init__(self, torch.device("cpu"))
         TorchDispatchMode.__init__(self)
         self.on_cuda = True
         self.races: list[str] = []
         self.order: list[tuple[int, str]] = []
         self.waits: list[int] = []
-        self.deaf_to = deaf_to
+        self.deaf_to, self.unmaps = deaf_to, unmaps
         self._clocks: list[Clock] = [Clock(), Clock()]
         self._current = COMPUTING
         self._storages: dict[int, _Storage] = {}
@@ -171,8 +172,10 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         known = self._storages.pop(key)
-        actor, what = (HOST, "unmapping") if known.on_host else (COMPUTING, "the next allocation")
-        self._note(known, actor, None, True, what)
+        if not known.on_host:
+            self._note(known, COMPUTING, None, True, "the next allocation")
+        elif self.unmaps:
+            self._note(known, HOST, None, True, "unmapping")
 
 
 @lru_cache(maxsize=1024)

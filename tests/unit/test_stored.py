@@ -238,7 +238,7 @@ def on_streams(deaf_to: int | None = None, steps: int = 2, shrinks_by: int = 0) 
     """
     torch.manual_seed(0)
     net = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
-    streams = RecordedStreams(deaf_to)
+    streams = RecordedStreams(deaf_to, unmaps=True)
 
     def host_empty(num_elements: int, dtype: torch.dtype, pinned: bool, paged: bool) -> Tensor:
         assert pinned

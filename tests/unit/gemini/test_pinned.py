@@ -67,6 +67,19 @@ def test_less_than_a_page_more_than_it_needs(driver: Driver, num_elements: int) 
     assert not driver.pages
 
 
+def test_the_device_is_waited_for_before_pages_go(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to and from them may be under way."""
+    there: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: there.append(len(driver.pages)))
+    tensor = host_empty(10, torch.float32, pinned=True)
+    del tensor
+    gc.collect()
+    assert there == [1]
+    assert not driver.pages
+
+
 def test_a_driver_that_locks_no_more_says_so(driver: Driver) -> None:
     driver.code = 2
     with pytest.raises(UserError, match=r"locks no further 4 KiB .*ulimit -l"):
