@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -283,6 +284,7 @@ def pages_in_cache(path: Path) -> int:
 def require_plan(number: int, folder: Path) -> Counter[str]:
     """One plan; raises AssertionError where it is not bit for bit what is learned without."""
     plan, disk = drawn(number), folder / f"plan-{number}"
+    shutil.rmtree(disk, ignore_errors=True)  # of one that was killed
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         found, seen = trained(plan, disk)
@@ -306,7 +308,8 @@ def main(folder: Path, count: int, first: int = 0) -> dict[str, Any]:
                 try:
                     row["seen"] = require_plan(number, folder)
                 except Exception as error:  # all of them are told
-                    row["failed"] = f"{type(error).__name__}: {error}"[:2000]
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    row["failed"] = f"{type(error).__name__} at {where.name}:{where.lineno}: {error}"[:2000]
                 known[number] = row
                 with log.open("a") as file:
                     file.write(json.dumps(row) + "\n")
