@@ -36,6 +36,7 @@ from apps.fold.training.recipes import RECIPES
 from apps.fold.training.validation import validation
 from apps.fold.weights.folder import save_folder
 from apps.fold.weights.source import read_alphafold
+from core.auto.checkpointing import Checkpointing
 from core.checkpoint import read_full
 from core.compose import parallelize
 from core.config import as_json, parse
@@ -44,11 +45,11 @@ from core.metrics import plot_loss
 from core.optim.average import WeightAverage, unbiased
 from core.optim.build import build_optimizer
 from core.precision import compute_dtype
-from core.runtime import Runtime, agreed, device_of, launched, leads, require_compiler, start
-from core.trace.machine import bandwidth_of, speed_of
+from core.runtime import Runtime, agreed, launched, require_compiler, start
+from core.trace.machine import Bandwidth, Speed
 from core.trace.segments import Segments
 from core.train import checkpoint_path, fit, launch_run, open_run
-from core.train.segments import described
+from core.train.segments import chosen_first
 
 
 def main(argv: list[str]) -> int:
@@ -109,18 +110,12 @@ def train(config: FoldTrainConfig) -> dict[str, Any]:
 
 
 def chosen_segments(config: FoldTrainConfig, model: ModelConfig) -> Segments | None:
-    """In mode budget what is computed again; chosen before there are ranks: a trace pretends some.
+    """See `core.train.segments.chosen_first`."""
 
-    None in other modes.
-    """
-    if config.recompute.mode != "budget":
-        return None
-    device = device_of(config.device)
-    speed = speed_of(device, compute_dtype(config.precision))
-    found = plan.chosen(config, resolved_mesh(config), model, speed, device.type, bandwidth_of(device, 1))
-    if leads():
-        print(described(found))
-    return found.segments
+    def choose(speed: Speed, kind: str, link: Bandwidth) -> Checkpointing:
+        return plan.chosen(config, resolved_mesh(config), model, speed, kind, link)
+
+    return chosen_first(config.device, config, choose)
 
 
 def _materialise(config: FoldTrainConfig, values: Mapping[str, torch.Tensor] | None) -> Callable[[nn.Module], None]:

@@ -21,6 +21,7 @@ from apps.llm.plan import run_shape, warning
 from apps.llm.recipes import RECIPES, default_recipe
 from apps.llm.recompute import OwnModel, chosen
 from apps.llm.tokenizer import load_tokenizer
+from core.auto.checkpointing import Checkpointing
 from core.compose import parallelize
 from core.config import UserError, as_json, in_words, parse
 from core.estimate import decoder_shape, stage_costs
@@ -35,11 +36,11 @@ from core.optim.build import build_optimizer
 from core.placement.stages import Costs
 from core.placement.table import Transforms
 from core.precision import compute_dtype
-from core.runtime import Runtime, agreed, device_bytes, device_kind, device_of, launched, leads, ranks_of, start
-from core.trace.machine import bandwidth_of, speed_of
+from core.runtime import Runtime, agreed, device_bytes, device_kind, launched, leads, ranks_of, start
+from core.trace.machine import Bandwidth, Speed
 from core.trace.segments import Segments
 from core.train import fit, launch_run, open_run
-from core.train.segments import described
+from core.train.segments import chosen_first
 
 
 def main(argv: list[str]) -> int:
@@ -107,18 +108,12 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
 
 
 def chosen_segments(config: PretrainConfig) -> Segments | None:
-    """In mode budget what is computed again or waits elsewhere; chosen before there are ranks: a trace pretends some.
+    """See `core.train.segments.chosen_first`."""
 
-    None in other modes.
-    """
-    if config.recompute.mode != "budget":
-        return None
-    device, dtype = device_of(config.device), compute_dtype(config.precision)
-    link = bandwidth_of(device, 1)
-    found = chosen(config, check_combination(config), speed_of(device, dtype), OwnModel(config), device.type, link)
-    if leads():
-        print(described(found))
-    return found.segments
+    def choose(speed: Speed, kind: str, link: Bandwidth) -> Checkpointing:
+        return chosen(config, check_combination(config), speed, OwnModel(config), kind, link)
+
+    return chosen_first(config.device, config, choose)
 
 
 def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:

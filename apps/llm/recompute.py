@@ -13,12 +13,11 @@ from apps.llm.residency import microbatch
 from core.auto.checkpointing import Checkpointing
 from core.estimate import RunShape, decoder_shape
 from core.estimate.pipeline import stage_costs
-from core.gemini.direct import drive_speeds, with_drives
 from core.mesh import MeshConfig
 from core.models.decoder import Decoder
 from core.models.plan import decoder_plan
 from core.trace.machine import Bandwidth, Speed
-from core.train.segments import choose_segments, lines_of
+from core.train.segments import choose_segments, lines_here
 
 
 class OwnModel:
@@ -46,6 +45,5 @@ def chosen(
     """
     rows = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
     loss = model.loss(max(rows), config.data.sequence_length)
-    folders = [] if config.recompute.disk is None else [config.recompute.disk]
-    lines = lines_of(config.recompute, kind, with_drives(link, drive_speeds(folders)))
+    lines = lines_here(config.recompute, kind, link)
     return choose_segments(model.build(), loss, mesh, config, speed, model.plan, config.optim, len(rows), lines)

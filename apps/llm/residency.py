@@ -52,8 +52,8 @@ def estimate_residency(
         batches = (microbatch(config, rows, config.data.sequence_length) for rows in sizes)
         losses = [partial(token_loss, batch=batch) for batch in batches]
     largest = losses[sizes.index(max(sizes))]
-    given = config.optim, losses
-    return estimate_budget(model, largest, mesh, config, speed, link_bytes_per_s, plan, *given, drives=drives)
+    made = model, largest, mesh, config, speed, link_bytes_per_s, plan, config.optim, losses
+    return estimate_budget(*made, drives=drives)
 
 
 def _decoder(config: PretrainConfig, given: str) -> Decoder:

@@ -133,7 +133,7 @@ class _OnDisk(Elsewhere):
         streams, sending, _ = self._lines
         self._room = self.tier.take(whole_blocks(self._num_bytes))
         with unseen(streams):
-            place = self._place = self.tier.host.take(whole_blocks(self._num_bytes), streams)
+            place = self._place = self.tier.host.take(whole_blocks(self._num_bytes), streams.on_cuda)
             computed = streams.mark()
             with streams.inside(sending):
                 streams.wait(computed)
@@ -159,7 +159,7 @@ class _OnDisk(Elsewhere):
         assert self._room is not None
         streams = self._lines.streams
         with unseen(streams):
-            place = self._place = self.tier.host.take(whole_blocks(self._num_bytes), streams)
+            place = self._place = self.tier.host.take(whole_blocks(self._num_bytes), streams.on_cuda)
         self._under_way = self.tier.read(
             lambda: streams.host_waits(place.free), self._room, place.memory, self._checksums
         )

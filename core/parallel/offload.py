@@ -47,7 +47,7 @@ class HostTier:
             self._lines[device] = Lines(streams, streams.another(), streams.another())
         return self._lines[device]
 
-    def take(self, num_bytes: int, streams: DeviceStreams) -> "Place":
+    def take(self, num_bytes: int, pinned: bool) -> "Place":
         """A place for so many bytes."""
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -58,15 +58,7 @@ class HostTier:
         while self._free and self._free_bytes + self.held_bytes > 2 * self.peak_bytes:
             size, old = self._free.popitem(last=False)
             self._free_bytes -= size * len(old)
-            for place in old:  # a copy that is under way may not lose its memory
-                streams.host_waits(place.free)
-        return Place(host_empty(num_bytes, torch.uint8, streams.on_cuda, self.paged))
-
-    def __del__(self) -> None:
-        streams = next((lines.streams for lines in self._lines.values()), None)
-        for place in (place for places in self._free.values() for place in places):
-            if streams is not None:
-                streams.host_waits(place.free)
+        return Place(host_empty(num_bytes, torch.uint8, pinned, self.paged))
 
     def give(self, place: "Place", event: torch.cuda.Event | None) -> None:
         """Nobody will read it any more once the event has happened."""
@@ -132,7 +124,7 @@ class _OnHost(Elsewhere):
             self.tier.peak_bytes = max(self.tier.peak_bytes, self.tier.held_bytes)
             return
         with unseen(streams):
-            self._place = self.tier.take(self._num_bytes, streams)
+            self._place = self.tier.take(self._num_bytes, streams.on_cuda)
             computed = streams.mark()
             with streams.inside(sending):
                 streams.wait(computed)

@@ -12,6 +12,7 @@ from core.config import UserError, in_words, size_in_bytes
 from core.estimate.chain import estimate_chain
 from core.estimate.stages import actions_of, in_flight
 from core.estimate.step import estimate_places
+from core.gemini.direct import drive_speeds, with_drives
 from core.mesh import MeshConfig
 from core.optim.build import OptimConfig
 from core.parallel.pipeline.schedule import PipelineConfig, most_in_flight
@@ -20,8 +21,10 @@ from core.parallel.recompute import RecomputeConfig
 from core.placement.stages import StageSplit
 from core.placement.style import Plan
 from core.placement.table import NO_PLAN, ModelPlan, model_plan
+from core.precision import compute_dtype
+from core.runtime import device_of, leads
 from core.trace.chain import Chain, Line, Simulated, stage_of
-from core.trace.machine import Bandwidth, Speed
+from core.trace.machine import Bandwidth, Speed, bandwidth_of, speed_of
 from core.trace.segments import Away, Form, Segments, num_blocks_of
 
 TRIES = 4
@@ -78,6 +81,30 @@ def lines_of(recompute: RecomputeConfig, kind: str, link: Bandwidth) -> dict[For
     if recompute.disk is not None:
         found["disk"] = Line(min(link.to_host, link.disk_write), min(link.to_device, link.disk_read), overlaps=True)
     return found
+
+
+def lines_here(recompute: RecomputeConfig, kind: str, link: Bandwidth) -> dict[Form, Line]:
+    """The same with the drive as it is measured, where it is here; link: without one."""
+    folders = [] if recompute.disk is None else [recompute.disk]
+    return lines_of(recompute, kind, with_drives(link, drive_speeds(folders)))
+
+
+def chosen_first(
+    device: str, parallel: ParallelConfig, choose: Callable[[Speed, str, Bandwidth], Checkpointing]
+) -> Segments | None:
+    """What a run in mode budget computes again or sends elsewhere, chosen before there are ranks: traces pretend some.
+
+    choose  by the speed of the device, its kind and its link to the host. The first rank says what is chosen
+
+    None in other modes. Ranks may choose unlike: one's choice is to be taken by all.
+    """
+    if parallel.recompute.mode != "budget":
+        return None
+    here = device_of(device)
+    found = choose(speed_of(here, compute_dtype(parallel.precision)), here.type, bandwidth_of(here, 1))
+    if leads():
+        print(described(found))
+    return found.segments
 
 
 def within(chain: Chain, room: Mapping[Form, int]) -> Chain:

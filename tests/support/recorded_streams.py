@@ -57,17 +57,16 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
     order     what was done, as it was issued: the actor, and "fetch", "send" or an operator's name
     waits     for events: by whom, HOST or a stream
     deaf_to   the number of a wait that is left out
-    unmaps    memory of the host goes without the wait for the device that `core.pinned` has
     """
 
-    def __init__(self, deaf_to: int | None = None, unmaps: bool = False):
+    def __init__(self, deaf_to: int | None = None):
         DeviceStreams.__init__(self, torch.device("cpu"))
         TorchDispatchMode.__init__(self)
         self.on_cuda = True
         self.races: list[str] = []
         self.order: list[tuple[int, str]] = []
         self.waits: list[int] = []
-        self.deaf_to, self.unmaps = deaf_to, unmaps
+        self.deaf_to = deaf_to
         self._clocks: list[Clock] = [Clock(), Clock()]
         self._current = COMPUTING
         self._storages: dict[int, _Storage] = {}
@@ -174,8 +173,6 @@ class RecordedStreams(DeviceStreams, TorchDispatchMode):
         known = self._storages.pop(key)
         if not known.on_host:
             self._note(known, COMPUTING, None, True, "the next allocation")
-        elif self.unmaps:
-            self._note(known, HOST, None, True, "unmapping")
 
 
 @lru_cache(maxsize=1024)

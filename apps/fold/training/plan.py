@@ -41,7 +41,6 @@ from core.auto.checkpointing import Checkpointing
 from core.config import UserError, in_words, option, parse, time_in_words, typed
 from core.estimate import PlannedRun, StepEstimate, estimate_step
 from core.estimate.residency import estimate_budget
-from core.gemini.direct import drive_speeds, with_drives
 from core.mesh import MeshConfig
 from core.optim.build import without_size
 from core.parallel.recompute import RecomputeConfig
@@ -49,7 +48,7 @@ from core.precision import compute_dtype
 from core.runtime import device_kind
 from core.trace.machine import Bandwidth, Speed, described_bandwidth
 from core.trace.segments import Segments
-from core.train.segments import choose_segments, described, lines_of
+from core.train.segments import choose_segments, described, lines_here
 
 _IDS = ("asym", "entity", "sym", "copies")
 _DRAWN = 8  # residues for which features are made, to see their shapes
@@ -194,8 +193,7 @@ def chosen(
     """
     sizes = config.microbatch_rows(config.data.global_batch // mesh.data_ranks)
     loss = _loss(config, model, max(sizes), min(2, model.num_recycles + 1))
-    folders = [] if config.recompute.disk is None else [config.recompute.disk]
-    lines = lines_of(config.recompute, kind, with_drives(link, drive_speeds(folders)))
+    lines = lines_here(config.recompute, kind, link)
     plan = plan_of(replace(config, recompute=RecomputeConfig()))  # the trace itself counts what it sends again
     made = _network(config, model), loss, mesh, config, speed, plan, config.optim, len(sizes), lines
     return choose_segments(*made, averaged=config.average is not None)
