@@ -2,19 +2,21 @@
 
 Llama's shape and BLOOM's, in bf16 and with weights in 8 and 4 bits, for 1, 8 and 64 sequences at once: prompts of 128
 tokens, then steps of decoding alone. A figure: tokens a second, the share of the copy's bandwidth that the bytes which
-a step has to read would take (the weights, and the keys and values of all sequences), and what a step launches: kernels
-one by one, and graphs. The bandwidth is measured first, in the same process.
+a step has to read would take (the weights, and the keys and values of all sequences), what a step launches (kernels
+one by one, and graphs), and where its time goes. The bandwidth is measured first, in the same process.
 """
 
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from apps.serve.decode import Decode, warm_up
@@ -35,7 +37,12 @@ from core.quant import Scheme, quantize, stored_bytes
 from core.quant.measured import measure_weights
 
 MODELS, SCHEMES, SEQUENCES = ("llama_7b", "bloom_7b1"), ("bf16", "int8", "int4"), (1, 8, 64)
-PROMPT, STEPS = 128, 48
+PROMPT, STEPS, PROFILED = 128, 48, 4
+KINDS = {
+    "products": r"_int[48]_|_merge_parts|_widen_int4|_quantize_rows|gemm|gemv|nvjet|cutlass",
+    "attention": r"_decode|_prefill|_merge|_write_row|paged",
+}
+"""Of kernels, by their names."""
 SHARE = 0.70
 """of the copy's bandwidth, which a lone sequence is to reach in bf16 and in 4 bits"""
 
@@ -99,7 +106,7 @@ def engine_of(model: Decoder, sequences: int, length: int) -> Engine:
     return Engine(runner, cast(Text, NoText()), limits, **given)
 
 
-def decode(name: str, scheme: str, where: Where) -> Iterator[Row]:
+def decode(name: str, scheme: str, where: Where) -> Iterator[Row | str]:
     config = shape_of(name, where)
     model, prompt, steps = model_of(config, scheme, where), *((8, 6) if where.quick else (PROMPT, STEPS))
     for sequences in (1, 2) if where.quick else SEQUENCES:
@@ -113,9 +120,12 @@ def decode(name: str, scheme: str, where: Where) -> Iterator[Row]:
             "bandwidth": Number(read / median / 1e9, "GB/s"),
             "share": Number(read / roofline(where).bandwidth / median, "of the copy's"),
         }
+        case = {"model": name, "weights": scheme, "sequences": sequences}
         if where.on_gpu:
-            numbers |= _launches(engine)
-        yield Row({"model": name, "weights": scheme, "sequences": sequences}, numbers)
+            seen = _profiled(engine)
+            numbers |= _launches(seen) | _spent(_by_kernel(seen), median)
+            yield _longest(case, _by_kernel(seen))
+        yield Row(case, numbers)
         del engine
 
 
@@ -141,16 +151,20 @@ def _steady(engine: Engine, sequences: int, prompt: int, steps: int, vocab_size:
     return taken
 
 
-def _launches(engine: Engine) -> dict[str, Number]:
-    """Of four steps, a step: what the host launches, and what it waits for."""
+def _profiled(engine: Engine) -> profile:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(4):
+        for _ in range(PROFILED):
             engine.step()
         torch.cuda.synchronize()
+    return seen
+
+
+def _launches(seen: profile) -> dict[str, Number]:
+    """Of a step, what the host launches, and what it waits for."""
     counts = {event.key: event.count for event in seen.key_averages()}
 
     def a_step(*names: str) -> Number:
-        return Number(sum(count for key, count in counts.items() if key.startswith(names)) / 4, "a step")
+        return Number(sum(count for key, count in counts.items() if key.startswith(names)) / PROFILED, "a step")
 
     return {
         "kernels": a_step("cudaLaunchKernel", "cuLaunchKernel"),
@@ -158,6 +172,27 @@ def _launches(engine: Engine) -> dict[str, Number]:
         "copies": a_step("cudaMemcpy"),
         "waits": a_step("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"),
     }
+
+
+def _by_kernel(seen: profile) -> dict[str, tuple[float, float]]:
+    """Name of what ran on the device -> (seconds, runs) of a step."""
+    of_device = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
+    return {e.key: (1e-6 * e.self_device_time_total / PROFILED, e.count / PROFILED) for e in of_device}
+
+
+def _spent(by_kernel: dict[str, tuple[float, float]], step_s: float) -> dict[str, Number]:
+    """Where a step's time goes. idle: what no kernel takes, of the unprofiled step."""
+    spent = Counter[str]()
+    for name, (seconds, _) in by_kernel.items():
+        spent[next((kind for kind, words in KINDS.items() if re.search(words, name)), "others")] += seconds
+    parts = {kind: Number(1e3 * spent[kind], "ms") for kind in (*KINDS, "others")}
+    return parts | {"idle": Number(1e3 * (step_s - spent.total()), "ms")}
+
+
+def _longest(case: dict[str, str | int], by_kernel: dict[str, tuple[float, float]]) -> str:
+    longest = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:8]
+    told = "; ".join(f"{name[:60]} {1e6 * seconds:.0f} us, {runs:g} runs" for name, (seconds, runs) in longest)
+    return f"{' '.join(map(str, case.values()))}, a step: {told}"
 
 
 def targets(figures: list[Row]) -> list[Target]:

@@ -48,8 +48,8 @@ Way = Literal["tile", "wide", "library"]
 _SLAB = 1024
 """Rows of the weight that the reference widens at a time."""
 _MOST_ROWS_OF_DECODE = 2
-_MOST_ROWS_BY_WORDS = {8: 1, 4: 0}
-"""By bits. Triton 3.6 makes of 4 bits twice the instructions that 3.7 makes, and more than by matrix units."""
+_MOST_ROWS_BY_WORDS = {8: 1, 4: 1}
+"""By bits."""
 _WORDS = (
     (8, 4096, 4), (4, 4096, 4), (16, 4096, 4), (8, 4096, 2), (4, 4096, 2), (8, 2048, 2), (4, 2048, 2), (8, 2048, 1),
     (4, 1024, 1), (8, 1024, 1), (8, 8192, 4), (8, 8192, 8),
@@ -535,31 +535,92 @@ _RAISED = tl.constexpr(2.0**85)
 
 
 @triton.jit
+def _loaded(pointer, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """What a plain load gives (fewer than 64 bits as the low ones of 32), in whatever layout its reader has.
+
+    Triton gives each load a layout of its own, and 3.6 then moves what is computed of it through shared memory, number
+    by number.
+    """
+    if ASSEMBLY:
+        at = pointer.to(tl.int64)
+        if BITS == 64:
+            found = tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [at], tl.int64, True, 1)
+        elif BITS == 32:
+            found = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [at], tl.int32, True, 1)
+        elif BITS == 16:
+            found = tl.inline_asm_elementwise("ld.global.nc.u16 $0, [$1];", "=r,l", [at], tl.int32, True, 1)
+        else:
+            found = tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [at], tl.int32, True, 1)
+    elif BITS == 64:
+        found = tl.load(pointer.to(tl.pointer_type(tl.int64)))
+    elif BITS == 32:
+        found = tl.load(pointer.to(tl.pointer_type(tl.int32)))
+    elif BITS == 16:
+        found = tl.load(pointer.to(tl.pointer_type(tl.int16))).to(tl.int32) & 0xFFFF
+    else:
+        found = tl.load(pointer.to(tl.pointer_type(tl.uint8))).to(tl.int32)
+    return found
+
+
+@triton.jit
+def _loaded_float(pointer, ASSEMBLY: tl.constexpr):
+    """A number in 16 or 32 bits, as fp32."""
+    BITS: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
+    bits = _loaded(pointer, BITS, ASSEMBLY)
+    if BITS == 32:
+        number = bits.to(tl.float32, bitcast=True)
+    elif tl.bfloat16 == pointer.dtype.element_ty:
+        number = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _words_at(rows, t, num_words, WHOLE: tl.constexpr):
+    """Words t of each row; past a row's end 0."""
+    if WHOLE:
+        words = tl.load(rows + t[None, :])
+    else:
+        words = tl.load(rows + t[None, :], mask=t[None, :] < num_words, other=0)
+    return words
+
+
+@triton.jit
 def _int8_words(
-    x, w, scale, bias, y, N, K, xm, BN: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr
-):
+    x, w, scale, bias, y, N, K, xm,
+    BN: tl.constexpr, BT: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, ASSEMBLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """`_int8_rows` for x in 16 bits and rows of whole words of four columns; BT words at a time.
 
-    WHOLE: BT divides a row's words. Rows past the last are the last once more, so that no load has a mask.
+    A thread takes its words of all rows, so that it widens x once for them. WHOLE: BT divides a row's words. Rows past
+    the last are the last once more. AHEAD: the next words are on their way while a program multiplies.
     """
     m = tl.program_id(1) + tl.arange(0, 1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = w.to(tl.pointer_type(tl.int32)) + tl.minimum(n, N - 1).to(tl.int64)[:, None] * (K // 4)
+    row, num_words, at = tl.minimum(n, N - 1).to(tl.int64), K // 4, tl.arange(0, BT)
+    rows = w.to(tl.pointer_type(tl.int32)) + row[:, None] * num_words
     fours = (x + tl.program_id(1).to(tl.int64) * xm).to(tl.pointer_type(tl.int64))
     total, plain = tl.zeros([BN, BT], tl.float32), tl.zeros([BT], tl.float32)
-    for start in range(0, K // 4, BT):
-        t = start + tl.arange(0, BT)
-        if WHOLE:
-            word, four = tl.load(rows + t[None, :]), tl.load(fours + t)
-        else:
-            word = tl.load(rows + t[None, :], mask=t[None, :] < K // 4, other=0)
-            four = tl.load(fours + t, mask=t < K // 4, other=0)
+    word = _words_at(rows, at, num_words, WHOLE)
+    for start in range(0, num_words, BT):
+        t = start + at
+        if AHEAD:
+            later = _words_at(rows, t + BT, num_words, False)
+        elif start > 0:
+            word = _words_at(rows, t, num_words, WHOLE)
+        four = _loaded(fours + (t if WHOLE else tl.minimum(t, num_words - 1)), 64, ASSEMBLY)
+        if not WHOLE:
+            four = tl.where(t < num_words, four, 0)
         # The sign is turned over: -128 .. 127 as 0 .. 255, and 128 times the sum of x is taken off in the end.
         word ^= -2139062144
         for b in tl.static_range(4):
             one = _sixteen(four, b, x.dtype.element_ty)
             total += _byte(word, b, 0, 255) * _raised(one, b, 0)[None, :]
             plain += one
+        if AHEAD:
+            word = later
     sums = tl.sum(total * _RAISED - 128.0 * plain[None, :], 1)
     sums *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)
     _store(y, sums[None, :], bias, m, n, m + 1, N, HAS_BIAS)
@@ -568,48 +629,52 @@ def _int8_words(
 @triton.jit
 def _int4_words(
     x, w, scale, zero, bias, y, N, G, xm,
-    BN: tl.constexpr, BC: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr,
-    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, HALF: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    ASSEMBLY: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`_int4_rows` for x in 16 bits and whole groups: BC pieces of two words, of 16 numbers of one group, at a time.
+    """`_int4_rows` for x in 16 bits and whole groups: BC pieces of 8 bytes, of 16 numbers of one group, at a time.
 
-    A thread loads a piece of each row at once, a scale for it, and the 16 bytes of x for each half.
-    sum (q - zero) x = sum q x - zero sum x, so that zeros cost little. WHOLE: BC divides a row's pieces; rows past the
-    last are the last once more.
+    A thread takes its pieces of all rows, so that it widens x once for them. sum (q - zero) x = sum q x - zero sum x,
+    so that zeros cost little. WHOLE: BC divides a row's pieces; past a row's end scales are 0.
+    Rows past the last are the last once more. AHEAD: the next pieces are on their way while a program multiplies.
     """
     m = tl.program_id(1) + tl.arange(0, 1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     PIECES: tl.constexpr = HALF // 8  # of a group
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    words = w.to(tl.pointer_type(tl.int32)) + row[:, None, None] * (G * PIECES * 2)
+    row, pieces = tl.minimum(n, N - 1).to(tl.int64), G * PIECES
+    words = w.to(tl.pointer_type(tl.int64)) + row[:, None] * pieces
     fours = (x + tl.program_id(1).to(tl.int64) * xm).to(tl.pointer_type(tl.int64))
     scale += row[:, None] * G
     zero += row[:, None] * G
-    t = tl.arange(0, 2)[None, None, :]
     total = tl.zeros([BN, BC], tl.float32)
-    for start in range(0, G * PIECES, BC):
-        c = start + tl.arange(0, BC)
-        g, there = c // PIECES, c < G * PIECES
-        at, at_x = c[None, :, None] * 2 + t, (c + g * PIECES)[None, :, None] * 2 + t
-        if WHOLE:
-            word = tl.load(words + at)
-            low, high = tl.load(fours + at_x), tl.load(fours + at_x + PIECES * 2)
-            factor = tl.load(scale + g[None, :]).to(tl.float32)
-            middle = tl.load(zero + g[None, :]).to(tl.float32) if HAS_ZERO else 8.0
-        else:
-            word = tl.load(words + at, mask=there[None, :, None], other=0)
-            low = tl.load(fours + at_x, mask=there[None, :, None], other=0)
-            high = tl.load(fours + at_x + PIECES * 2, mask=there[None, :, None], other=0)
-            factor = tl.load(scale + g[None, :], mask=there[None, :], other=0.0).to(tl.float32)
-            middle = tl.load(zero + g[None, :], mask=there[None, :], other=0).to(tl.float32) if HAS_ZERO else 8.0
-        sums = tl.zeros([BN, BC, 2], tl.float32)
-        plain = tl.zeros([1, BC, 2], tl.float32)
-        for b in tl.static_range(4):
-            x_low, x_high = _sixteen(low, b, x.dtype.element_ty), _sixteen(high, b, x.dtype.element_ty)
-            sums += _byte(word, b, 0, 15) * _raised(x_low, b, 0)
-            sums += _byte(word, b, 4, 15) * _raised(x_high, b, 4)
-            plain += x_low + x_high
-        total += (tl.sum(sums, 2) * _RAISED - middle * tl.sum(plain, 2)) * factor
+    at = tl.arange(0, BC)
+    word = _words_at(words, at, pieces, WHOLE)
+    for start in range(0, pieces, BC):
+        c = start + at
+        if AHEAD:
+            later = _words_at(words, c + BC, pieces, False)
+        elif start > 0:
+            word = _words_at(words, c, pieces, WHOLE)
+        inside = c if WHOLE else tl.minimum(c, pieces - 1)
+        g = inside // PIECES
+        first = fours + (inside + g * PIECES) * 2
+        factor = _loaded_float(scale + g[None, :], ASSEMBLY)
+        if not WHOLE:
+            factor = tl.where((c < pieces)[None, :], factor, 0.0)
+        middle = _loaded(zero + g[None, :], 8, ASSEMBLY).to(tl.float32) if HAS_ZERO else 8.0
+        sums = tl.zeros([BN, BC], tl.float32)
+        plain = tl.zeros([BC], tl.float32)
+        for h in tl.static_range(2):
+            half = (word >> (32 * h)).to(tl.int32)
+            low, high = _loaded(first + h, 64, ASSEMBLY), _loaded(first + (h + PIECES * 2), 64, ASSEMBLY)
+            for b in tl.static_range(4):
+                x_low, x_high = _sixteen(low, b, x.dtype.element_ty), _sixteen(high, b, x.dtype.element_ty)
+                sums += _byte(half, b, 0, 15) * _raised(x_low, b, 0)[None, :]
+                sums += _byte(half, b, 4, 15) * _raised(x_high, b, 4)[None, :]
+                plain += x_low + x_high
+        total += (sums * _RAISED - middle * plain[None, :]) * factor
+        if AHEAD:
+            word = later
     _store(y, tl.sum(total, 1)[None, :], bias, m, n, m + 1, N, HAS_BIAS)
 
 
@@ -919,12 +984,12 @@ def _int8(
     if words and _by_words(M, 8) and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
-            grid, whole = (triton.cdiv(N, blocks["BN"]), M), K // 4 % blocks["BT"] == 0
-            _int8_words[grid](
-                x_MI, weight_OI, scale, bias, y_MO, N, K, x_MI.stride(0), WHOLE=whole, **has_bias, **blocks
-            )
+            _int8_words[triton.cdiv(N, blocks["BN"]), M](
+                x_MI, weight_OI, scale, bias, y_MO, N, K, x_MI.stride(0),
+                WHOLE=K // 4 % blocks["BT"] == 0, ASSEMBLY=_assembles(), **has_bias, **blocks,
+            )  # fmt: skip
 
-        default, *others = ({"BN": n, "BT": k // 4, "num_warps": warps} for n, k, warps in _WORDS)
+        default, *others = ({"BN": n, "BT": k // 4, "AHEAD": False, "num_warps": w} for n, k, w in _WORDS)
         run_words(choose("int8_words", (x_MI.dtype,), default, others, run_words))
         return y_MO
     if M <= _MOST_ROWS_OF_DECODE and not along_k and not words:
@@ -1027,10 +1092,12 @@ def _int4(
     if words and _by_words(M, 4) and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
-            grid, whole = (triton.cdiv(N, blocks["BN"]), M), K // 16 % blocks["BC"] == 0
-            _int4_words[grid](*given, bias, y_MO, N, G, x_MI.stride(0), HALF=group // 2, WHOLE=whole, **has, **blocks)
+            _int4_words[triton.cdiv(N, blocks["BN"]), M](
+                *given, bias, y_MO, N, G, x_MI.stride(0), HALF=group // 2,
+                WHOLE=K // 16 % blocks["BC"] == 0, ASSEMBLY=_assembles(), **has, **blocks,
+            )  # fmt: skip
 
-        default, *others = ({"BN": n, "BC": k // 16, "num_warps": warps} for n, k, warps in _WORDS)
+        default, *others = ({"BN": n, "BC": k // 16, "AHEAD": False, "num_warps": w} for n, k, w in _WORDS)
         run_words(choose("int4_words", (x_MI.dtype, group), default, others, run_words))
         return y_MO
     if M <= _MOST_ROWS_OF_DECODE and not words:
