@@ -8,7 +8,8 @@ only when; so curves and step times are measured apart, or slow links would make
    the step that ends a round is timed apart, and its surplus counts an H-th. They say how long the rest will take.
 2. Curves: each form is trained once a seed without a link, and its held-out bits per byte are taken on the way. Those
    of ZeRO and PowerSGD are alike on any number of workers, to 1e-10 in fp64 (tests/parity), and taken of one; local
-   training's are not, and ZeRO++'s, which rounds each worker's rows by themselves, is taken of the fewest.
+   training's are not, and ZeRO++'s, which rounds each worker's rows by themselves, is taken of the fewest. Beside them
+   stands what a worker learns of its own rows alone, of one seed: local training lies between that and all rows.
 3. Time to a loss: the mean curve's step at which the held-out loss that all forms reach is passed, times the step time.
 
 4. PowerSGD beside torch's hook for DDP, of the same first basis (`benchmarks.slow_links_peers`).
@@ -66,6 +67,9 @@ TIMED_ROUND, TIMED_STEPS = 4, 8
 UNTIMED = 2
 LINKS = {"none": math.inf, "10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 ALL_REDUCE, ZERO3, ZERO_PP, POWERSGD, DILOCO, TWO_BW = "all-reduce", "ZeRO-3", "ZeRO++", "PowerSGD", "DiLoCo", "2bw"
+ALONE = "one worker alone"
+OUTER_LR, OUTER_MOMENTUM = 1.0, 0.5
+"""Of DiLoCo's 30 rounds: with its usual 0.7 and 0.9 they go seven times the mean way, and too far (docs/log.md)."""
 POWERSGD_COMM = CommConfig("powersgd", rank=4)
 BESIDE = "beside torch's hook"
 
@@ -76,6 +80,7 @@ class Form:
 
     learns_as  the form whose curve is this one's
     seeds      the most that its curve is of; None: the study's
+    alone      one of the workers, with its share of the rows, that hears of no other
     """
 
     name: str
@@ -84,6 +89,7 @@ class Form:
     zero: Zero = 0
     seeds: int | None = None
     pipeline: bool = False
+    alone: bool = False
     comm: CommConfig = field(default_factory=CommConfig)
     local: LocalTrainingConfig = field(default_factory=LocalTrainingConfig)
 
@@ -100,12 +106,15 @@ class Form:
         config = replace(study.config, steps=steps, seed=seed, zero=self.zero, comm=self.comm, local=self.local)
         if self.pipeline:
             config = replace(config, mesh=MeshConfig(pp=self.workers), pipeline=PipelineConfig("2bw"))
+        if self.alone:
+            data = replace(config.data, global_batch=config.data.global_batch // self.workers)
+            config = replace(config, data=data)
         return config
 
 
 def forms(numbers: Sequence[int]) -> list[Form]:
     found, (least, *_) = list[Form](), numbers
-    diloco = LocalTrainingConfig(every=ROUND, bits=2)
+    diloco = LocalTrainingConfig(every=ROUND, bits=2, outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM)
     synchronous, powersgd = Form(ZERO3, least, zero=3), Form(POWERSGD, least, comm=POWERSGD_COMM)
     zero_pp = Form(ZERO_PP, least, zero=3, comm=CommConfig(weights="int8", gradients="int4", secondary=True))
     for workers in numbers:
@@ -117,6 +126,11 @@ def forms(numbers: Sequence[int]) -> list[Form]:
             Form(DILOCO, workers, local=diloco),
         ]
     return [*found, Form(TWO_BW, least, pipeline=True, seeds=1)]  # which no target asks for
+
+
+def alone(numbers: Sequence[int]) -> list[Form]:
+    """Of which only curves are asked."""
+    return [Form(ALONE, workers, zero=3, seeds=1, alone=True) for workers in numbers]
 
 
 @dataclass(frozen=True)
@@ -170,8 +184,8 @@ class Ran:
     a_round: float
 
 
-def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
-    """A run over links of that rate, from begin to end."""
+def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float | None) -> Ran:
+    """A run over links of that rate, from begin to end; None: nothing is counted, which would take a fifth of it."""
     with start("cpu", config.seed) as runtime, ExitStack() as stack:
         stack.enter_context(redirect_stdout(StringIO()))  # a line a step, of dozens of runs
         torch.set_num_threads(1)
@@ -181,10 +195,12 @@ def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
             _on_meta(config), mesh, config, plan, materialise=lambda made: initialise(made, config.seed)
         )
         optimizer = build_optimizer(config.optim, parallel.masters)
-        volume = stack.enter_context(slow_link(parallel.whole_mesh, bits_per_s))
+        volume = stack.enter_context(slow_link(parallel.whole_mesh, bits_per_s)) if bits_per_s is not None else None
         passed = list[tuple[float, float]]()
 
         def weight(batch: dict[str, Tensor]) -> Tensor:
+            if volume is None:
+                return num_targets(batch)
             sums = {key: count for key, count in volume.bytes.items() if key[0] in ("all_reduce", "reduce_scatter")}
             passed.append((volume.wire_bytes, replace(volume, bytes=Counter(sums)).wire_bytes))
             return num_targets(batch)
@@ -200,8 +216,12 @@ def trained(config: PretrainConfig, corpus: Corpus, bits_per_s: float) -> Ran:
             rows = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     name = "heldout_bits_per_byte"
     bits = {row["step"]: row[name] for row in [*rows, summary] if name in row}
-    calls = len(passed) // config.steps  # of `weight` in a step
-    sent, reduced = ((end - begin) / (config.steps - 1) for begin, end in zip(passed[0], passed[-calls], strict=True))
+    sent = reduced = 0.0
+    if passed:
+        calls = len(passed) // config.steps  # of `weight` in a step
+        sent, reduced = (
+            (end - begin) / (config.steps - 1) for begin, end in zip(passed[0], passed[-calls], strict=True)
+        )
     rounds = [row["sent_bytes_dp_replicate"] for row in rows if "sent_bytes_dp_replicate" in row]
     return Ran(bits, [row["step_s"] for row in rows], sent, reduced, rounds[0] if rounds else 0.0)
 
@@ -211,7 +231,7 @@ def _on_meta(config: PretrainConfig) -> Decoder:
         return Decoder(config.model)
 
 
-def trained_in_turn(jobs: Sequence[tuple[PretrainConfig, float]], corpus: Corpus) -> list[Ran]:
+def trained_in_turn(jobs: Sequence[tuple[PretrainConfig, float | None]], corpus: Corpus) -> list[Ran]:
     found = []
     for config, bits_per_s in jobs:
         folders = [tempfile.mkdtemp(prefix="slow-links-") if dist.get_rank() == 0 else ""]
@@ -233,7 +253,7 @@ class Job:
     case: dict[str, str | int]
     workers: int
     config: PretrainConfig
-    bits_per_s: float
+    bits_per_s: float | None
     numbers: Callable[[Ran], dict[str, Number]]
 
 
@@ -260,7 +280,7 @@ def learned(study: Study, form: Form, seed: int) -> Job:
     def numbers(ran: Ran) -> dict[str, Number]:
         return {f"after {step}": Number(found, "bits/byte") for step, found in ran.bits.items()}
 
-    return Job(_case("curves", form, "none", seed), form.learners, config, math.inf, numbers)
+    return Job(_case("curves", form, "none", seed), form.learners, config, None, numbers)
 
 
 class Runs:
@@ -343,13 +363,14 @@ def measure(options: Options) -> Measured | None:
     study = study_of(options)
     runs, tried = Runs(study, options), forms(study.workers)
     learnt = list(dict.fromkeys(form.curve for form in tried))
-    learners = [(form, seed) for seed in study.seeds for form in learnt if seed in study.seeds[: form.seeds]]
+    asked = [*learnt, *alone(study.workers)]
+    learners = [(form, seed) for seed in study.seeds for form in asked if seed in study.seeds[: form.seeds]]
     pairs = [(form, link) for link in study.links for form in tried]
     times, said = dict[tuple[Form, str], Row](), ""
     if options.part != "losses":
         times |= zip(pairs, runs.of([timed(study, form, link) for form, link in pairs]), strict=True)
         steps = {form: times[form, "none"].numbers["step"].value for form in tried}
-        said = estimate(study, runs.corpus, [form for form, _ in learners], steps)
+        said = estimate(study, runs.corpus, [form for form, _ in learners if not form.alone], steps)
         print(said, flush=True)
     if options.part == "times":
         return None
@@ -418,6 +439,8 @@ def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
         "send.",
         f"{ALL_REDUCE} is ZeRO 0, and learns as {ZERO3} does. {DILOCO}: Muon inside, rounds of {ROUND} steps, 2 bits "
         "in both directions, error feedback. PowerSGD: rank 4 at ZeRO 0.",
+        f"{DILOCO}'s outer rate is {OUTER_LR:g} and its momentum {OUTER_MOMENTUM:g}, Nesterov's. "
+        f"{ALONE}: its share of the rows, ZeRO-3's optimizer, nothing sent; of one seed.",
         f"{ZERO_PP}: int8 weights, int4 gradients, a second copy on each worker, a node of its own. On more workers it "
         "rounds in other places, and is taken to learn as on the fewest.",
         "sent: all of a step's messages; reduced: sums alone. The rest is of Muon, where each rank updates some "
@@ -450,6 +473,9 @@ def plot(result: Result, folder: Path) -> Path:
         for axes, source, number in ((steps, "step times", "step"), (times, "time to the loss", "time")):
             values = [row.numbers[number].value for row in own[source]]
             axes.plot(links, values, marker="o", color=color, label=label)
+    for row in (row for row in of["curves"] if row.case["form"] == ALONE):
+        curve = mean_curve([row])
+        curves.plot(list(curve), list(curve.values()), ":", label=f"{ALONE} of {row.case['workers']}")
     curves.set(title="held-out bits per byte", xlabel="steps")
     steps.set(title="seconds of a step", yscale="log", xlabel="link")
     times.set(title="seconds to the loss that all reach", yscale="log", xlabel="link")
