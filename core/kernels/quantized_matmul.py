@@ -51,13 +51,15 @@ _MOST_ROWS_OF_DECODE = 2
 _MOST_ROWS_BY_WORDS = {8: 1, 4: 1}
 """By bits."""
 _WORDS = (
-    (8, 4096, 4), (4, 4096, 4), (16, 4096, 4), (8, 4096, 2), (4, 4096, 2), (8, 2048, 2), (4, 2048, 2), (8, 2048, 1),
-    (4, 1024, 1), (8, 1024, 1), (8, 8192, 4), (8, 8192, 8),
+    (4, 4096, 4, False), (8, 4096, 4, False), (4, 2048, 2, False), (8, 2048, 2, False), (2, 4096, 4, False),
+    (4, 1024, 1, False), (8, 1024, 1, False), (4, 2048, 4, True), (8, 2048, 4, True), (16, 2048, 4, False),
+    (4, 1024, 2, True), (8, 1024, 2, True), (16, 1024, 4, True),
 )  # fmt: skip
-"""Ways to deal with one row of x, the default and what a tuner tries: rows of the weight, columns at a time, warps.
+"""Ways to deal with one row of x, the default and what a tuner tries: rows of the weight, columns at a time, warps, and
+whether the next columns are read ahead.
 
-In the default a program reads whole rows of 4096 columns in one go, so that programs that load and programs that
-compute share a processor."""
+In the default a program reads whole rows of 4096 columns in one go, and leaves room on its processor for others, so
+that some load while others compute."""
 _MOST_ROWS_SPLIT = 32
 _PIECES = 4
 """Of columns that warps of a program take side by side for so few rows, and so the order of a row's sums."""
@@ -989,7 +991,7 @@ def _int8(
                 WHOLE=K // 4 % blocks["BT"] == 0, ASSEMBLY=_assembles(), **has_bias, **blocks,
             )  # fmt: skip
 
-        default, *others = ({"BN": n, "BT": k // 4, "AHEAD": False, "num_warps": w} for n, k, w in _WORDS)
+        default, *others = (_row_blocks("BT", 4, *one) for one in _WORDS)
         run_words(choose("int8_words", (x_MI.dtype,), default, others, run_words))
         return y_MO
     if M <= _MOST_ROWS_OF_DECODE and not along_k and not words:
@@ -1097,7 +1099,7 @@ def _int4(
                 WHOLE=K // 16 % blocks["BC"] == 0, ASSEMBLY=_assembles(), **has, **blocks,
             )  # fmt: skip
 
-        default, *others = ({"BN": n, "BC": k // 16, "AHEAD": False, "num_warps": w} for n, k, w in _WORDS)
+        default, *others = (_row_blocks("BC", 16, *one) for one in _WORDS)
         run_words(choose("int4_words", (x_MI.dtype, group), default, others, run_words))
         return y_MO
     if M <= _MOST_ROWS_OF_DECODE and not words:
@@ -1214,6 +1216,10 @@ def _tiles(M: int) -> tuple[tuple[int, int, int], ...]:
     if M <= 64:
         return (64, 4, 4), (128, 8, 4), (32, 2, 4), (64, 4, 3), (64, 4, 5)
     return (128, 8, 4), (64, 4, 4), (128, 8, 3)
+
+
+def _row_blocks(at_once: str, columns_each: int, rows: int, columns: int, warps: int, ahead: bool) -> Blocks:
+    return {"BN": rows, at_once: columns // columns_each, "AHEAD": ahead, "num_warps": warps}
 
 
 def _split_blocks(M: int, rows: int, warps: int, stages: int) -> Blocks:
