@@ -9,7 +9,6 @@ one by one, and graphs), and where its time goes. The bandwidth is measured firs
 import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -182,11 +181,11 @@ def _by_kernel(seen: profile) -> dict[str, tuple[float, float]]:
 
 def _spent(by_kernel: dict[str, tuple[float, float]], step_s: float) -> dict[str, Number]:
     """Where a step's time goes. idle: what no kernel takes, of the unprofiled step."""
-    spent = Counter[str]()
+    spent = dict.fromkeys((*KINDS, "others"), 0.0)
     for name, (seconds, _) in by_kernel.items():
         spent[next((kind for kind, words in KINDS.items() if re.search(words, name)), "others")] += seconds
-    parts = {kind: Number(1e3 * spent[kind], "ms") for kind in (*KINDS, "others")}
-    return parts | {"idle": Number(1e3 * (step_s - spent.total()), "ms")}
+    parts = {kind: Number(1e3 * seconds, "ms") for kind, seconds in spent.items()}
+    return parts | {"idle": Number(1e3 * (step_s - sum(spent.values())), "ms")}
 
 
 def _longest(case: dict[str, str | int], by_kernel: dict[str, tuple[float, float]]) -> str:
