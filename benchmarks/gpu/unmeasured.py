@@ -4,6 +4,8 @@ Entries are those of the other commands, under their names, and these:
 
     few rows of quantized weights   int8 and int4 by the kernels whose warps share the columns, beside the widened
                                     weight and bf16; each is held to the product with the widened weight in fp32
+    block sizes of few rows         those that `core.kernels.tune` finds for int8 and int4, told as they are shipped
+                                    (core/kernels/tuned) and taken by what runs behind it
     activations elsewhere           steps of the 350M shape, 4 x 2048 tokens, with what blocks save kept, computed
                                     again, on the host, in 8 bits a number, and on a drive
     Gemini on a drive               OPT's 1.3B shape in 10 GiB of the device and 12 of the host, every step durable
@@ -34,6 +36,8 @@ from benchmarks.offload import Turn, shaped
 from benchmarks.result import RESULTS, Number, Row, Target, read
 from core.config import UserError
 from core.kernels import quantized_matmul, specs
+from core.kernels.blocks import SHIPPED, autotune
+from core.kernels.tune import tune
 from core.models import SHAPES
 from core.parallel.recompute import RecomputeConfig
 from core.runtime import start
@@ -56,6 +60,7 @@ def phases(where: Where) -> list[Phase]:
     }  # fmt: skip
     own = [
         Entry("few rows of quantized weights", few_rows, least_s=15, most_s=75),
+        Entry("block sizes of few rows", block_sizes, least_s=30, most_s=120),
         Entry("activations elsewhere", activations, least_s=30, most_s=90),
         Entry("Gemini on a drive", on_a_drive, least_s=60, most_s=150),
         Entry("GPT-2 by core.auto", by_auto, least_s=20, most_s=90),
@@ -63,7 +68,7 @@ def phases(where: Where) -> list[Phase]:
     known |= {entry.name: entry for entry in own}
     families = [f"{name}, speed" for name in oldest_first()]
     order = (
-        *("tests of a GPU", "roofline", "int4_matmul is right", "int8_matmul is right"),
+        *("tests of a GPU", "roofline", "int4_matmul is right", "int8_matmul is right", "block sizes of few rows"),
         *("few rows of quantized weights", "llama_7b, int4", *families[:OLD_FAMILIES], "Evoformer block"),
         *("Stable Diffusion", "pretrain gpt3_350m, our kernels", "activations elsewhere", "Gemini on a drive"),
         *("llama_7b, int8", "bloom_7b1", "GPT-2 by core.auto", "Gemini", "pretrain gpt3_350m", *families),
@@ -137,6 +142,17 @@ def _rates(run: Callable[[], Any], num_bytes: int, where: Where) -> dict[str, Nu
     seconds = kernels.seconds_of(run)
     share = num_bytes / speed.roofline(where).bandwidth / seconds
     return {"time": Number(1e6 * seconds, "us"), "share": Number(share, "of the copy's")}
+
+
+def block_sizes(where: Where) -> Iterator[str]:
+    if not where.on_gpu:
+        yield "no GPU: block sizes are chosen by time on one"
+        return
+    autotune(SHIPPED)
+    for name in ("int4_matmul", "int8_matmul"):
+        found = list(tune(specs()[name], specs()[name].timed, where.device))
+        yield "; ".join(found) or f"{name}: nothing to choose"
+    autotune(None)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
