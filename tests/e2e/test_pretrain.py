@@ -174,10 +174,14 @@ def _long(corpora: Path, out: Path, *options: object) -> tuple[object, ...]:
     return ("-m", "apps.llm", *SHORT, "--data.cache", corpora, "--out", out, *options)
 
 
-def _under_way(process: subprocess.Popen | Forked, out: Path) -> None:
-    """Wait until it has written some steps."""
+def _under_way(process: subprocess.Popen | Forked, out: Path, saved: bool = False) -> None:
+    """Wait until it has written some steps; with `saved`, a checkpoint too, which is written beside the steps."""
     deadline = time.monotonic() + 240
-    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 5:
+    while (
+        not (out / "metrics.jsonl").exists()
+        or len(metrics(out)) < 5
+        or (saved and not complete_steps(out / "checkpoints"))
+    ):
         assert process.poll() is None, process.communicate()[1]
         if time.monotonic() > deadline:
             hang(process, "no steps within 240 s")
@@ -209,7 +213,7 @@ def test_a_stage_that_dies_brings_the_job_down(corpora: Path, tmp_path: Path) ->
 def test_kill_loses_no_more_than_since_the_last_checkpoint(corpora: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with Forked(*_long(corpora, out, "--checkpoint.every", 2)) as process:
-        _under_way(process, out)
+        _under_way(process, out, saved=True)
         process.send_signal(signal.SIGKILL)
         assert ended(process, 30) == -signal.SIGKILL
     last = max(complete_steps(out / "checkpoints"))
@@ -233,7 +237,7 @@ def test_steps_that_overlap_are_killed_and_go_on_to_the_bit(
     out, straight = tmp_path / "run", tmp_path / "straight"
     options = ("--nproc", 2, "--mesh.pp", 2, "--pipeline.schedule", schedule, *options, "--no-hf")
     with Forked(*_long(corpora, out, *options, "--checkpoint.every", 3)) as process:
-        _under_way(process, out)
+        _under_way(process, out, saved=True)
         process.send_signal(signal.SIGKILL)
         assert ended(process, 30) == -signal.SIGKILL
     steps = max(complete_steps(out / "checkpoints")) + 4
