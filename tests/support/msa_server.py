@@ -22,6 +22,7 @@ from apps.fold.service.keys import read_keys
 from apps.fold.service.tickets import Tickets
 from core.web.listen import Listener
 from tests.support.hhsuite import LETTERS, like
+from tests.support.programs import require_program
 
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
 CRAMBIN = "TTCCPSIVARSNFNVCRLPGTPEALCATYTGCIIIPGATCPGDYAN"
@@ -76,7 +77,8 @@ def databases(folder: Path) -> list[Path]:
 
 
 def configured(folder: Path, *paths: Path, **options: Any) -> MsaServerConfig:
-    """Everything of a server in one folder; without databases three small ones, and a stand-in."""
+    """Everything of a server in one folder; without databases three small ones, and a stand-in for jackhmmer."""
+    require_program("hhfilter")
     given = {"databases": paths or tuple(databases(folder)), "port": 0, "workers": 2, "shards": 1}
     given |= {"state": folder / "state", "cache": folder / "cache", "drain_s": 60.0}
     given |= {} if paths else {"jackhmmer": stand_in(folder)}

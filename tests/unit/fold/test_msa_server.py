@@ -30,6 +30,7 @@ from tests.support.msa_server import (
     serving,
     stand_in,
 )
+from tests.support.programs import require_program
 
 ROOT = Path(__file__).parents[3]
 ENV = "bfd.mgnify30.metaeuk30.smag30.a3m"
@@ -311,6 +312,7 @@ def test_64_clients_at_once(tmp_path: Path) -> None:
 
 def start(folder: Path, paths: list[Path], *more: str) -> tuple[subprocess.Popen, Running]:
     """The command, and its address."""
+    require_program("hhfilter")
     options = ["--databases", *map(str, paths), "--jackhmmer", stand_in(folder), "--port", "0"]
     options += ["--state", str(folder / "state"), "--cache", str(folder / "cache"), "--workers", "2", *more]
     process = subprocess.Popen(

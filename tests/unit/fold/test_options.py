@@ -17,6 +17,7 @@ from apps.fold.training.plan import FoldTrainPlanConfig, without_effect
 from tests.support.fake_ray import FakeRay
 from tests.support.fold import GOLDEN, one_block
 from tests.support.options import TRAINING, Probe
+from tests.support.programs import require_program
 
 SEQUENCE = "TTCCPSIVARSNFNVCRLPG"
 _METHODS = ["violations", *(["amber"] if find_spec("openmm") else [])]
@@ -73,6 +74,10 @@ def asked_once(monkeypatch):
 
 @pytest.mark.parametrize(("command", "mode"), [(c, mode) for c, modes in COMMANDS.items() for mode in modes])
 def test_an_option_is_obeyed_or_refused(command, mode, tmp_path, asked_once, monkeypatch):
+    if "--databases" in mode:
+        require_program("jackhmmer")
+    if command == "msa-server":
+        require_program("hhfilter")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(_OWN_MODELS, "debug", one_block)
     monkeypatch.setattr(on_ray, "find_ray", lambda: FakeRay({"a": {"CPU": 2.0, "memory": 8e9}}))
