@@ -30,18 +30,18 @@ from benchmarks.gpu.protocol import Entry, Phase, Where
 from benchmarks.gpu.speed import roofline
 from benchmarks.result import Number, Row, Target
 from benchmarks.serving import PAGE_SIZE, NoText, page_dtype
+from core.kernels import paged_attention, quantized_matmul
 from core.models import SHAPES, Decoder, DecoderConfig
 from core.nn.by_kernels import by_kernels
 from core.quant import Scheme, quantize, stored_bytes
 from core.quant.measured import measure_weights
 
 MODELS, SCHEMES, SEQUENCES = ("llama_7b", "bloom_7b1"), ("bf16", "int8", "int4"), (1, 8, 64)
-PROMPT, STEPS, PROFILED = 128, 48, 4
-KINDS = {
-    "products": r"_int[48]_|_merge_parts|_widen_int4|_quantize_rows|gemm|gemv|nvjet|cutlass",
-    "attention": r"_decode|_prefill|_merge|_write_row|paged",
-}
-"""Of kernels, by their names."""
+PROMPT, STEPS, PROFILED, LONGEST = 128, 48, 4, 8
+MODULES = {"products": quantized_matmul, "attention": paged_attention}
+"""Of kernels of ours, by what they do."""
+LIBRARY = r"gemm|gemv|nvjet|cutlass"
+"""In the names of the kernels by which torch multiplies matrices."""
 SHARE = 0.70
 """of the copy's bandwidth, which a lone sequence is to reach in bf16 and in 4 bits"""
 
@@ -122,8 +122,9 @@ def decode(name: str, scheme: str, where: Where) -> Iterator[Row | str]:
         case = {"model": name, "weights": scheme, "sequences": sequences}
         if where.on_gpu:
             seen = _profiled(engine)
-            numbers |= _launches(seen) | _spent(_by_kernel(seen), median)
-            yield _longest(case, _by_kernel(seen))
+            by_kernel = _by_kernel(seen)
+            numbers |= _launches(seen) | spent(by_kernel, median)
+            yield f"{' '.join(map(str, case.values()))}, a step: {longest(by_kernel)}"
         yield Row(case, numbers)
         del engine
 
@@ -179,19 +180,20 @@ def _by_kernel(seen: profile) -> dict[str, tuple[float, float]]:
     return {e.key: (1e-6 * e.self_device_time_total / PROFILED, e.count / PROFILED) for e in of_device}
 
 
-def _spent(by_kernel: dict[str, tuple[float, float]], step_s: float) -> dict[str, Number]:
+def spent(by_kernel: dict[str, tuple[float, float]], step_s: float) -> dict[str, Number]:
     """Where a step's time goes. idle: what no kernel takes, of the unprofiled step."""
-    spent = dict.fromkeys((*KINDS, "others"), 0.0)
+    parts = dict.fromkeys((*MODULES, "others"), 0.0)
     for name, (seconds, _) in by_kernel.items():
-        spent[next((kind for kind, words in KINDS.items() if re.search(words, name)), "others")] += seconds
-    parts = {kind: Number(1e3 * seconds, "ms") for kind, seconds in spent.items()}
-    return parts | {"idle": Number(1e3 * (step_s - sum(spent.values())), "ms")}
+        ours = next((kind for kind, module in MODULES.items() if hasattr(module, name)), "others")
+        parts["products" if re.search(LIBRARY, name) else ours] += seconds
+    parts["idle"] = step_s - sum(parts.values())
+    return {kind: Number(1e3 * seconds, "ms") for kind, seconds in parts.items()}
 
 
-def _longest(case: dict[str, str | int], by_kernel: dict[str, tuple[float, float]]) -> str:
-    longest = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:8]
-    told = "; ".join(f"{name[:60]} {1e6 * seconds:.0f} us, {runs:g} runs" for name, (seconds, runs) in longest)
-    return f"{' '.join(map(str, case.values()))}, a step: {told}"
+def longest(by_kernel: dict[str, tuple[float, float]]) -> str:
+    """The kernels that take longest, with microseconds and runs of a step."""
+    first = sorted(by_kernel.items(), key=lambda item: -item[1][0])[:LONGEST]
+    return "; ".join(f"{name[:60]} {1e6 * seconds:.0f} us, {runs:g} runs" for name, (seconds, runs) in first)
 
 
 def targets(figures: list[Row]) -> list[Target]:

@@ -145,6 +145,7 @@ def _rates(run: Callable[[], Any], num_bytes: int, where: Where) -> dict[str, Nu
 
 
 def block_sizes(where: Where) -> Iterator[str]:
+    """Those of products of few rows, kept where a package ships them."""
     if not where.on_gpu:
         yield "no GPU: block sizes are chosen by time on one"
         return

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import entries, protocol, unmeasured, worker
+from benchmarks.gpu import decoding, entries, protocol, unmeasured, worker
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.protocol import Entry, Phase, Where
 from benchmarks.result import ROOT, Number, Row, read
@@ -172,6 +172,21 @@ def test_what_no_gpu_has_measured_comes_in_the_order_of_its_worth() -> None:
     assert names[-1] == oldest[-1]
 
 
+def test_a_decoding_step_s_time_is_told_by_what_its_kernels_do() -> None:
+    by_kernel = {
+        "_int4_words": (2e-3, 128.0),
+        "nvjet_hsh_128x64": (5e-4, 1.0),
+        "_decode": (3e-4, 32.0),
+        "_rope": (2e-4, 64.0),
+        "void at::native::elementwise_kernel": (1e-4, 3.0),
+    }
+    found = {kind: number.value for kind, number in decoding.spent(by_kernel, 4e-3).items()}
+    assert found == pytest.approx({"products": 2.5, "attention": 0.3, "others": 0.3, "idle": 0.9})
+    assert decoding.longest(by_kernel).startswith(
+        "_int4_words 2000 us, 128 runs; nvjet_hsh_128x64 500 us, 1 runs; _decode"
+    )
+
+
 def test_where_there_is_no_gpu_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
@@ -190,8 +205,8 @@ FEW = {
         "Stable Diffusion",
     ),
     "d": (
-        *("roofline", "few rows of quantized weights", "activations elsewhere", "Gemini on a drive"),
-        "GPT-2 by core.auto",
+        *("roofline", "block sizes of few rows", "few rows of quantized weights", "activations elsewhere"),
+        *("Gemini on a drive", "GPT-2 by core.auto"),
     ),
 }
 """One entry of each kind: families of kernels are run one by one in tests/kernels and in the benchmark `kernels`."""
