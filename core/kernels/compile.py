@@ -11,6 +11,7 @@ holds of others; --table shows FILE as a table in Markdown and compiles nothing.
 2. A driver that only names a chip stands in for CUDA's and HIP's, and Triton's launches compile and stop there: what is
    compiled is what would be launched, with the same specialisation (on divisibility by 16, on ones).
 3. Registers and spills are what the binary and ptxas say (NVIDIA) and what stands in the notes of the assembly (AMD).
+4. Of a loop the instructions are counted (NVIDIA), those of the longest: so many each warp issues for a turn of it.
 
 Exit code 1 when a kernel spills registers. Meta tensors count as aligned; unaligned pointers compile at first use.
 """
@@ -53,7 +54,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Binary:
-    """One compiled kernel: registers a thread, bytes of shared memory a block, bytes spilled to memory a thread."""
+    """One compiled kernel: registers a thread, bytes of shared memory a block, bytes spilled to memory a thread.
+
+    loop  instructions of the longest loop; 0 without one, and on AMD
+    """
 
     spec: str
     chip: str
@@ -62,6 +66,7 @@ class Binary:
     registers: int
     shared_bytes: int
     spilled_bytes: int
+    loop: int = 0
 
 
 class _NamesAChip:
@@ -125,7 +130,7 @@ def compile_spec(spec: KernelSpec, chip: str, quick: bool = False) -> Iterator[B
                 seen.add(kernel.hash)
                 described = f"{' '.join(f'{k}={v}' for k, v in case.items())} {str(dtype).removeprefix('torch.')}"
                 found = resources(kernel, TARGETS[chip])
-                yield Binary(spec.name, chip, kernel.metadata.name, described, *found)
+                yield Binary(spec.name, chip, kernel.metadata.name, described, *found, longest_loop(kernel))
 
 
 def _on_meta(spec: KernelSpec, case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -154,6 +159,27 @@ def _used(cubin: bytes) -> str:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def longest_loop(kernel: Any) -> int:
+    """Instructions from the label of a loop to the jump back to it, the most of any loop."""
+    if "cubin" not in kernel.asm:
+        return 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    labels, longest, at = dict[str, int](), 0, 0
+    for line in text.splitlines():
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = at
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
+            at += 1
+            jump = re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)
+            if jump and at - labels.get(jump[1], at) > 1:  # what follows the end jumps to itself
+                longest = max(longest, at - labels[jump[1]])
+    return longest
 
 
 def _spilled(kernel: Any, target: GPUTarget) -> int:
@@ -225,12 +251,12 @@ def main(argv: list[str]) -> int:
         print(f"error: no kernel '{unknown[0]}'; the kernels are {', '.join(known)}", file=sys.stderr)
         return 2
     spilled = 0
-    print(f"{'family':24}{'kernel':40}{'chip':8}{'registers':>10}{'shared':>9}{'spilled':>9}  case")
+    print(f"{'family':24}{'kernel':40}{'chip':8}{'registers':>10}{'shared':>9}{'spilled':>9}{'loop':>7}  case")
     for number, name in enumerate(given.names or known):
         found: list[Binary] = []
         for chip in [list(TARGETS)[number % len(TARGETS)]] if given.turns else TARGETS:
             for b in compile_spec(known[name], chip, given.quick):
-                numbers = f"{b.registers:10}{b.shared_bytes:9}{b.spilled_bytes:9}"
+                numbers = f"{b.registers:10}{b.shared_bytes:9}{b.spilled_bytes:9}{b.loop:7}"
                 print(f"{b.spec:24}{b.kernel:40}{b.chip:8}{numbers}  {b.case}", flush=True)
                 found.append(b)
         spilled += sum(b.spilled_bytes > 0 for b in found)

@@ -48,8 +48,6 @@ Way = Literal["tile", "wide", "library"]
 _SLAB = 1024
 """Rows of the weight that the reference widens at a time."""
 _MOST_ROWS_OF_DECODE = 2
-_MOST_ROWS_BY_WORDS = {8: 1, 4: 1}
-"""By bits."""
 _WORDS = (
     (4, 4096, 4, False), (8, 4096, 4, False), (4, 2048, 2, False), (8, 2048, 2, False), (2, 4096, 4, False),
     (4, 1024, 1, False), (8, 1024, 1, False), (4, 2048, 4, True), (8, 2048, 4, True), (16, 2048, 4, False),
@@ -536,29 +534,35 @@ def _raised(x, b: tl.constexpr, first: tl.constexpr):
 _RAISED = tl.constexpr(2.0**85)
 
 
+_LOAD_64, _LOAD_32, _LOAD_16, _LOAD_8 = (
+    tl.constexpr(f"ld.global.nc.{bits} $0, [$1];") for bits in ("b64", "b32", "u16", "u8")
+)
+
+
 @triton.jit
-def _loaded(pointer, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """What a plain load gives (fewer than 64 bits as the low ones of 32), in whatever layout its reader has.
+def _loaded(pointer, ASSEMBLY: tl.constexpr):
+    """What a plain load gives, as integers (of fewer than 64 bits in 32), in whatever layout its reader has.
 
     Triton gives each load a layout of its own, and 3.6 then moves what is computed of it through shared memory, number
     by number.
     """
+    BITS: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
     if ASSEMBLY:
         at = pointer.to(tl.int64)
         if BITS == 64:
-            found = tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [at], tl.int64, True, 1)
+            found = tl.inline_asm_elementwise(_LOAD_64, "=l,l", [at], tl.int64, is_pure=True, pack=1)
         elif BITS == 32:
-            found = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [at], tl.int32, True, 1)
+            found = tl.inline_asm_elementwise(_LOAD_32, "=r,l", [at], tl.int32, is_pure=True, pack=1)
         elif BITS == 16:
-            found = tl.inline_asm_elementwise("ld.global.nc.u16 $0, [$1];", "=r,l", [at], tl.int32, True, 1)
+            found = tl.inline_asm_elementwise(_LOAD_16, "=r,l", [at], tl.int32, is_pure=True, pack=1)
         else:
-            found = tl.inline_asm_elementwise("ld.global.nc.u8 $0, [$1];", "=r,l", [at], tl.int32, True, 1)
+            found = tl.inline_asm_elementwise(_LOAD_8, "=r,l", [at], tl.int32, is_pure=True, pack=1)
     elif BITS == 64:
         found = tl.load(pointer.to(tl.pointer_type(tl.int64)))
     elif BITS == 32:
         found = tl.load(pointer.to(tl.pointer_type(tl.int32)))
     elif BITS == 16:
-        found = tl.load(pointer.to(tl.pointer_type(tl.int16))).to(tl.int32) & 0xFFFF
+        found = tl.load(pointer.to(tl.pointer_type(tl.uint16))).to(tl.int32)
     else:
         found = tl.load(pointer.to(tl.pointer_type(tl.uint8))).to(tl.int32)
     return found
@@ -567,9 +571,8 @@ def _loaded(pointer, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
 @triton.jit
 def _loaded_float(pointer, ASSEMBLY: tl.constexpr):
     """A number in 16 or 32 bits, as fp32."""
-    BITS: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth
-    bits = _loaded(pointer, BITS, ASSEMBLY)
-    if BITS == 32:
+    bits = _loaded(pointer, ASSEMBLY)
+    if tl.float32 == pointer.dtype.element_ty:
         number = bits.to(tl.float32, bitcast=True)
     elif tl.bfloat16 == pointer.dtype.element_ty:
         number = (bits << 16).to(tl.float32, bitcast=True)
@@ -605,14 +608,15 @@ def _int8_words(
     rows = w.to(tl.pointer_type(tl.int32)) + row[:, None] * num_words
     fours = (x + tl.program_id(1).to(tl.int64) * xm).to(tl.pointer_type(tl.int64))
     total, plain = tl.zeros([BN, BT], tl.float32), tl.zeros([BT], tl.float32)
-    word = _words_at(rows, at, num_words, WHOLE)
+    if AHEAD:
+        word = _words_at(rows, at, num_words, WHOLE)
     for start in range(0, num_words, BT):
         t = start + at
         if AHEAD:
             later = _words_at(rows, t + BT, num_words, False)
-        elif start > 0:
+        else:
             word = _words_at(rows, t, num_words, WHOLE)
-        four = _loaded(fours + (t if WHOLE else tl.minimum(t, num_words - 1)), 64, ASSEMBLY)
+        four = _loaded(fours + (t if WHOLE else tl.minimum(t, num_words - 1)), ASSEMBLY)
         if not WHOLE:
             four = tl.where(t < num_words, four, 0)
         # The sign is turned over: -128 .. 127 as 0 .. 255, and 128 times the sum of x is taken off in the end.
@@ -650,12 +654,13 @@ def _int4_words(
     zero += row[:, None] * G
     total = tl.zeros([BN, BC], tl.float32)
     at = tl.arange(0, BC)
-    word = _words_at(words, at, pieces, WHOLE)
+    if AHEAD:
+        word = _words_at(words, at, pieces, WHOLE)
     for start in range(0, pieces, BC):
         c = start + at
         if AHEAD:
             later = _words_at(words, c + BC, pieces, False)
-        elif start > 0:
+        else:
             word = _words_at(words, c, pieces, WHOLE)
         inside = c if WHOLE else tl.minimum(c, pieces - 1)
         g = inside // PIECES
@@ -663,12 +668,12 @@ def _int4_words(
         factor = _loaded_float(scale + g[None, :], ASSEMBLY)
         if not WHOLE:
             factor = tl.where((c < pieces)[None, :], factor, 0.0)
-        middle = _loaded(zero + g[None, :], 8, ASSEMBLY).to(tl.float32) if HAS_ZERO else 8.0
+        middle = _loaded(zero + g[None, :], ASSEMBLY).to(tl.float32) if HAS_ZERO else 8.0
         sums = tl.zeros([BN, BC], tl.float32)
         plain = tl.zeros([BC], tl.float32)
         for h in tl.static_range(2):
             half = (word >> (32 * h)).to(tl.int32)
-            low, high = _loaded(first + h, 64, ASSEMBLY), _loaded(first + (h + PIECES * 2), 64, ASSEMBLY)
+            low, high = _loaded(first + h, ASSEMBLY), _loaded(first + (h + PIECES * 2), ASSEMBLY)
             for b in tl.static_range(4):
                 x_low, x_high = _sixteen(low, b, x.dtype.element_ty), _sixteen(high, b, x.dtype.element_ty)
                 sums += _byte(half, b, 0, 15) * _raised(x_low, b, 0)[None, :]
@@ -983,7 +988,7 @@ def _int8(
     sizes = (K, *x_MI.stride(), *weight_OI.stride())
     has_bias = {"HAS_BIAS": bias_O is not None}
     words = not along_k and _in_words(x_MI, weight_OI, 32)
-    if words and _by_words(M, 8) and how != "tile":
+    if words and M == 1 and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
             _int8_words[triton.cdiv(N, blocks["BN"]), M](
@@ -1091,7 +1096,7 @@ def _int4(
     has_zero = {"HAS_ZERO": zero_OG is not None}
     words, bias = _in_words(x_MI, packed, group), _contiguous(bias_O, x_MI)
     has = has_zero | {"HAS_BIAS": bias_O is not None}
-    if words and _by_words(M, 4) and how != "tile":
+    if words and M == 1 and how != "tile":
 
         def run_words(blocks: Blocks) -> None:
             _int4_words[triton.cdiv(N, blocks["BN"]), M](
@@ -1183,10 +1188,6 @@ def _in_words(x_MI: Tensor, weight: Tensor, columns: int) -> bool:
     aligned = x_MI.is_meta or (x_MI.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0)
     whole = x_MI.shape[1] % columns == 0 and x_MI.stride(0) % 8 == 0 and x_MI.stride(1) == 1
     return aligned and whole and weight.is_contiguous() and x_MI.dtype.itemsize == 2
-
-
-def _by_words(rows: int, bits: int) -> bool:
-    return rows <= _MOST_ROWS_BY_WORDS[bits]
 
 
 def _assembles() -> bool:

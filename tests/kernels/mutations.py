@@ -155,6 +155,7 @@ MUTATIONS = {
             ("_int8_rows", "codes.to(tl.float32) * values", "values"),
             ("_int8_tile", "values.to(tl.float32) * factors[None, :]", "values.to(tl.float32)"),
             ("_int8_words", "128.0 * plain", "127.0 * plain"),
+            ("_int8_words", "word = later", "word = word"),
             ("_words_at", "< num_words", "< num_words - 1"),
             ("_byte", "word >> 8", "word >> 9"),
             ("_raised", "18446744073709551616.0 / (1 << (8", "18446744073709551616.0 / (2 << (8"),
@@ -169,8 +170,10 @@ MUTATIONS = {
             ("_int4_rows", "(high - middle)", "high"),
             ("_int4_tile", "(pair >> 4) - middle", "pair >> 4"),
             ("_int4_words", "- middle * plain[None, :]", ""),
+            ("_int4_words", "word = later", "word = word"),
             ("_loaded_float", "(bits << 16)", "bits"),
-            ("_loaded", "& 0xFFFF", "& 0xFFF0"),
+            ("_loaded", "tl.pointer_type(tl.uint8)", "tl.pointer_type(tl.int8)"),
+            ("_words_at", "other=0", "other=1"),
             ("_int4_words_tile", "2 * at + HALF", "2 * at"),
             ("_int4_words_split", "s * (2 * HALF)", "s * HALF"),
             ("_halves", "numbers >> 4", "numbers & 15"),
@@ -211,8 +214,11 @@ EXEMPT = {"_as", "_put", "_group", "_offsets", "_rows", "_tile", "_nearest_code"
 """Addresses and casts that several kernels share; and codes, which no SPEC returns (see test_optimizers.py)."""
 
 
-TESTS = {"_int4_words": partial(test_one_row_by_words, 4096, 64)}
-"""Kernels that no case of a SPEC takes, since another one is chosen where none is measured."""
+TESTS = {
+    name: partial(test_one_row_by_words, kind, 4224, True)
+    for name, kind in {"_int8_words": "int8", "_int4_words": 64}.items()
+}
+"""Kernels that have a way that no case of a SPEC takes: to read ahead is for a tuner to choose."""
 
 
 def kernels_of(module: ModuleType) -> dict[str, Any]:

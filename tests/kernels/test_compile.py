@@ -43,6 +43,10 @@ def test_every_family_compiles_without_spills() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = [tuple(line.split()[0:3:2]) for line in done.stdout.splitlines()[1:-1]]
     assert set(compiled) == {(name, CHIPS[n % 4]) for n, name in enumerate(specs())}
+    loops = {line.split()[1]: int(line.split()[6]) for line in done.stdout.splitlines()[1:-1]}
+    assert loops["_int4_words"] > 4 * 8 * 2  # a bit operation and a sum for each of 8 numbers in 4 rows, at least
+    assert loops["_swiglu_forward_kernel"] == 0  # which has none
+    assert loops["_rope"] == 0  # of AMD, where none is counted
 
 
 def test_spills_are_seen() -> None:

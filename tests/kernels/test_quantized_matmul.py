@@ -258,14 +258,32 @@ def test_a_row_in_words_does_not_depend_on_the_others(scheme: str) -> None:
         assert torch.equal(found, whole[: len(found)])
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("columns", [4096, 4224])
-def test_one_row_by_words(columns: int, group: int) -> None:
-    """Whole pieces of a row, and not."""
-    x_MI, weight = normal(1, columns).half(), quantize_int4(normal(11, columns, seed=1), group, False)
-    exact = x_MI.double() @ dequantize_int4(*weight, columns, torch.float64).T
-    with forced(), patch.dict(quantized_matmul._MOST_ROWS_BY_WORDS, {4: 1}):
-        found = int4_matmul(x_MI, *weight, group=group)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("columns", [2048, 4096, 4224])
+@pytest.mark.parametrize("scheme", ["int8", *GROUPS])
+def test_one_row_by_words(scheme: str | int, columns: int, ahead: bool) -> None:
+    """Whole pieces of a row, and not; all at once, and with the next ones read ahead."""
+    x_MI, w_OI = normal(1, columns).half(), normal(11, columns, seed=1)
+    with (
+        forced(),
+        patch.object(quantized_matmul, "_WORDS", ((4, 1024, 2, ahead),) if ahead else quantized_matmul._WORDS),
+    ):
+        if isinstance(scheme, int):
+            weight = quantize_int4(w_OI, scheme, False)
+            wide, found = dequantize_int4(*weight, columns, torch.float64), int4_matmul(x_MI, *weight, group=scheme)
+        else:
+            int8 = quantize_int8(w_OI)
+            wide, found = dequantize_int8(*int8, torch.float64), int8_matmul(x_MI, *int8)
+    torch.testing.assert_close(found.double(), x_MI.double() @ wide.T, rtol=1e-3, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_row_with_scales_of_each_format(dtype: torch.dtype) -> None:
+    x_MI, (packed, scale_OG, zero_OG) = normal(1, 256).half(), quantize_int4(normal(11, 256, seed=1), 64, False)
+    scale_OG = scale_OG.to(dtype)
+    with forced():
+        found = int4_matmul(x_MI, packed, scale_OG, zero_OG, group=64)
+    exact = x_MI.double() @ dequantize_int4(packed, scale_OG.double(), zero_OG, 256, torch.float64).T
     torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0.03)
 
 
