@@ -144,15 +144,14 @@ def _rates(run: Callable[[], Any], num_bytes: int, where: Where) -> dict[str, Nu
     return {"time": Number(1e6 * seconds, "us"), "share": Number(share, "of the copy's")}
 
 
-def block_sizes(where: Where) -> Iterator[str]:
-    """Those of products of few rows, kept where a package ships them."""
-    if not where.on_gpu:
-        yield "no GPU: block sizes are chosen by time on one"
-        return
-    autotune(SHIPPED)
+def block_sizes(where: Where) -> Iterator[str | Row]:
+    """Those of products of few rows, kept where a package ships them; none without a GPU, which times them."""
+    if where.on_gpu:
+        autotune(SHIPPED)
     for name in ("int4_matmul", "int8_matmul"):
-        found = list(tune(specs()[name], specs()[name].timed, where.device))
+        found = list(tune(specs()[name], specs()[name].timed, where.device)) if where.on_gpu else []
         yield "; ".join(found) or f"{name}: nothing to choose"
+        yield Row({"of": name}, {"chosen": Number(len(found), "block sizes")})
     autotune(None)
 
 
