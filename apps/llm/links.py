@@ -38,6 +38,9 @@ WHOLE_SHARE, WHOLE_STEPS, LOCAL_STEPS = 10, 16, 16
 """Signs are learned in a tenth of all steps (1-bit Adam), or as many first ones (0/1 Adam); its most local steps."""
 
 
+ZERO_PP = CommConfig(weights="int8", gradients="int4", secondary=True)
+
+
 class Penalty(NamedTuple):
     """Steps that a form needs beyond those of whole gradients, as a share of these, and who says so."""
 
@@ -140,7 +143,8 @@ def forms(config: PretrainConfig) -> list[Form]:
     in_signs, name = CommConfig("one_bit", start=max(1, config.steps // WHOLE_SHARE)), config.optim.name
     listed = [
         *(Form(kind, zero) for kind, zero in _PLAIN.items()),
-        Form("ZeRO++", 3, CommConfig(weights="int8", gradients="int4", secondary=True)),
+        Form("ZeRO++", 3, ZERO_PP),
+        Form("ZeRO++ with feedback", 3, replace(ZERO_PP, feedback=True)),
         Form("PowerSGD", 0, CommConfig("powersgd")),
         Form("top-k", 0, CommConfig("top_k")),
         Form("random-k", 0, CommConfig("random_k")),
@@ -169,7 +173,7 @@ def _kind(config: PretrainConfig, listed: Sequence[Form]) -> str:
 
     def traits(comm: CommConfig, local: LocalTrainingConfig) -> tuple[object, ...]:
         of_rounds = local.every > 0, local.fragments > 1, local.bits is not None
-        return comm.compress, comm.has_local_steps, comm.codes_shards, *of_rounds
+        return comm.compress, comm.has_local_steps, comm.codes_shards, comm.keeps_errors, *of_rounds
 
     alike = (form.kind for form in listed if traits(form.comm, form.local) == traits(comm, local))
     return next(alike, "this form")

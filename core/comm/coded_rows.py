@@ -122,15 +122,35 @@ def gather_coded(whole: Tensor, own: Tensor, rows: CodedRows, group: ProcessGrou
     rows.decode(messages, whole)
 
 
-def sum_coded(whole: Tensor, rows: CodedRows, within: ProcessGroup | None, between: ProcessGroup | None) -> Tensor:
+def sum_coded(
+    whole: Tensor,
+    rows: CodedRows,
+    within: ProcessGroup | None,
+    between: ProcessGroup | None,
+    lost: Tensor | None = None,
+) -> Tensor:
     """whole[ranks, elements] of each rank -> this rank's row of their sum.
 
     within   the ranks of a node, which are neighbours; None: each is a node
     between  those in the same place of other nodes; None: there is one node
+    lost     [ranks, elements], is filled with what this rank's codes have left out: of `whole`, and of the node's sums
+             that it has coded for the ranks in its place of other nodes. Over all ranks it is what the sums lack
     """
     for group in filter(None, (within, between)):
-        whole = _summed(rows.encode(whole).unflatten(0, (-1, group.size())), whole, rows, group)
+        message = rows.encode(whole)
+        if lost is not None and group is between and within is not None:
+            of_sums = _left_out(message, whole, rows, torch.empty_like(whole))
+            lost.unflatten(0, (-1, within.size()))[:, within.rank()] += of_sums
+        elif lost is not None:
+            _left_out(message, whole, rows, lost)
+        whole = _summed(message.unflatten(0, (-1, group.size())), whole, rows, group)
     return whole.view(-1)
+
+
+def _left_out(message: Tensor, given: Tensor, rows: CodedRows, lost: Tensor) -> Tensor:
+    """What decoding lacks of what was given, in `lost`."""
+    rows.decode(message, lost)
+    return torch.sub(given, lost, out=lost)
 
 
 def _summed(message: Tensor, like: Tensor, rows: CodedRows, group: ProcessGroup) -> Tensor:

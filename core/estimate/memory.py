@@ -12,7 +12,8 @@ Workers that train locally keep the weights that they began a round with and the
 
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
-Compressed gradients (`core.parallel.compress`) leave an error of their size, which stays; the second copy of weights
+Compressed gradients (`core.parallel.compress`) and those in few bits with feedback leave an error of their size, which
+stays, and until the update that of the step before; the second copy of weights
 within a node (`core.parallel.coded_shards`) stays, too, an nth of the model on each of its n ranks.
 A schedule that runs ahead keeps several versions of the parameters, and gradients of several steps, the most of both
 only while it updates (`ScheduleSpec.held`), and its correction a state of its own beside the optimizer's.
@@ -265,6 +266,8 @@ def _rank_memory(
     if run.comm.compress in IN_SIGNS:  # the new momenta, whole, and errors
         without = model.compressed(replace(run, comm=replace(run.comm, local_steps=1)))
         exchanged = without.kept_bytes - without.whole
+    unsent = run.wide_bytes * model.unsent_elements(run)
+    errors += unsent
     head = _head_bytes(model, run, has_head=rank in stages.last_ranks)
     growing = grads.first_block - grads.first
     kept, kept_back, recomputed = _block_activations(model, run, stages, rank, sizes, growing)
@@ -285,6 +288,9 @@ def _rank_memory(
         first = block.stored + block.decoded
     first_block = grads.first_block + first + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
+    if unsent:  # what codes leave out of the last messages comes with these, when no block is gathered any more
+        last = _largest_message(model, parts, run) + (_units(model, parts)[-1] if run.zero == 3 else 0)
+        first_block, embedding = first_block + max(0, unsent - run.wide_bytes * last), embedding + unsent - ahead
 
     version, one_step = (size * _num_whole(parts) for size in (run.width_bytes, run.wide_bytes))
     late_copies = _late_copies_bytes(model, run, stages, rank)
@@ -299,7 +305,7 @@ def _rank_memory(
         "gradients": resident + head.tied_gradient + max(first_block, embedding) + coding,
         "update": state.resident + errors + copy + earlier + max(grads.own + kernel + _before_update(parts, run), sent),
     }
-    if errors:
+    if errors > unsent:
         phases["compression"] = resident + grads.whole + exchanged
     if (added_up := _added_up_bytes(parts, run, stage)) > 0:
         waiting = _waiting_at_a_meeting(run, stage) * one_step

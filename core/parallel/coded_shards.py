@@ -7,6 +7,8 @@
                      too, gather that in the node
     gradients  qgZ   a reduce-scatter is an exchange of codes within the node, and one of the codes of what these come
                      to between nodes: one error of quantization each (`core.comm.coded_rows`)
+    feedback       what a rank's codes of gradients leave out, of the node's sums too, goes along in its next step
+                   (`CodedErrors`; Seide et al. 2014, and of ZeRO's shards Xie et al. 2024, LoCo, arXiv:2407.04480)
 
 Matrices are coded, the rows of each rank of each in blocks of their own, so that what ZeRO 1, 2 and 3 compute with is
 the same; vectors go as they are in the same message. One rank sends nothing, and nothing of it is coded.
@@ -38,7 +40,9 @@ from core.comm.coded_rows import CodedRows, RowPart, gather_coded, sum_coded
 from core.compat import gathered_together
 from core.config import UserError
 from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, device_of, shard_axes, shard_axis, split_axis
-from core.parallel.compress import CommConfig, FewBits, Message
+from core.parallel.compress import CommConfig, FewBits, Message, check_axes
+from core.parallel.feedback import Unsent, sum_together
+from core.parallel.rows import paired_rows
 from core.parallel.squares import when_gathered
 from core.placement.table import Placed, Table
 
@@ -57,6 +61,16 @@ def coded_rows(bits: FewBits, rows: Sequence[Placed], ranks: int) -> CodedRows:
     """How a message of these parameters' rows is sent."""
     parts = [RowPart(row.row_elements(ranks), is_coded=len(row.layout.shape) > 1) for row in rows]
     return CodedRows(code_of(bits), parts)
+
+
+def coded_names(table: Mapping[str, Placed]) -> list[str]:
+    """First names of the parameters whose gradients are coded, in the table's order."""
+    firsts = ((name, row) for name, row in table.items() if name == row.names[0] and row.trained)
+    return [name for name, row in firsts if len(row.layout.shape) > 1 and not row.whole]
+
+
+def shard_ranks(mesh: AnyMesh) -> int:
+    return math.prod(axis_size(mesh, axis) for axis in shard_axes(mesh))
 
 
 def gather_messages(comm: CommConfig, rows: Sequence[Placed], ranks: int, width: int, times: int) -> Iterator[Message]:
@@ -101,7 +115,7 @@ def check_nodes(comm: CommConfig, mesh: AnyMesh) -> None:
             f"comm.node={comm.node} with mesh.ep={axis_size(mesh, EXPERT_AXIS)}: experts are sharded over other ranks "
             "than the rest; use --comm.node 1"
         )
-    ranks = math.prod(axis_size(mesh, axis) for axis in shard_axes(mesh))
+    ranks = shard_ranks(mesh)
     if ranks % comm.node:
         nodes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise UserError(f"comm.node={comm.node} does not divide the {ranks} ranks over which ZeRO shards; use {nodes}")
@@ -112,14 +126,76 @@ def check_nodes(comm: CommConfig, mesh: AnyMesh) -> None:
         )
 
 
+class CodedErrors(Unsent):
+    """What codes of gradients have left out, of the rows of all ranks, as large as the gradients of a rank.
+
+    On one rank, which codes nothing, what a checkpoint of several brings is added to the first gradient.
+
+    scale  of the gradients of the step that runs (the loss scale)
+    """
+
+    name = "feedback"
+    scale: float = 1.0
+    is_late: bool = False
+    """whether there are errors of ranks that are gone, and no code to go along with"""
+
+    def add(self, whole: Tensor, names: Sequence[str]) -> None:
+        """To gradients whole[ranks, elements] that are to be coded."""
+        for name, slots in self._slots(whole, names):
+            error = self._pending.get(name, self.errors[name])
+            for slot, rows in paired_rows(slots, error, self.table[name].master.cuts[-1][1]):
+                slot.add_(rows, alpha=self.scale)
+
+    def keep(self, lost: Tensor, names: Sequence[str]) -> None:
+        """What the codes of these gradients lack, lost[ranks, elements], for the next step."""
+        for name, slots in self._slots(lost, names):
+            kept = torch.empty_like(self.errors[name])
+            for slot, rows in paired_rows(slots, kept, self.table[name].master.cuts[-1][1]):
+                rows.copy_(slot)
+            self._pending[name] = kept if self.scale == 1.0 else kept.mul_(1 / self.scale)
+
+    def complete(self, masters: Mapping[str, Tensor], used: set[str]) -> None:
+        """Behind the sums of a step: parameters that no rank has used, and which do not move, keep their errors."""
+        self._pending = {name: kept for name, kept in self._pending.items() if name in used}
+        if not self.is_late:
+            return
+        names = [name for name in self.names if name in used and shard_ranks(self.mesh) == 1]
+        late = [self.errors[name].clone() for name in names]
+        sum_together(late, self.axis)
+        for name, error in zip(names, late, strict=True):
+            master = masters[name]
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+            master.grad.add_(error, alpha=self.scale)
+            self._pending[name] = torch.zeros_like(error)
+
+    def take(self, record: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
+        super().take(record, filled)
+        self.is_late = shard_ranks(self.mesh) == 1
+
+    def _slots(self, message: Tensor, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """The part [ranks, elements] of a message that belongs to each parameter which is coded."""
+        at, ranks = 0, len(message)
+        for name in names:
+            elements = self.table[name].row_elements(ranks)
+            if name in self.errors:
+                yield name, message.narrow(1, at, elements)
+            at += elements
+
+
 class CodedShards:
     """The messages of one model's shards on this rank.
 
     weights, gradients  how they are coded; None: they go as they are
+    unsent  what codes of gradients have left out, where that goes along
     """
 
-    def __init__(self, comm: CommConfig, mesh: DeviceMesh, table: Table):
+    def __init__(self, comm: CommConfig, mesh: DeviceMesh, table: Table, dtype: torch.dtype = torch.float32):
+        """dtype: of the reductions.  Raises UserError for a mesh whose ranks' errors have no place."""
         self.comm, self.mesh, self.table = comm, mesh, table
+        self.unsent: CodedErrors | None = None
+        if comm.feedback:
+            check_axes(comm, mesh)
+            self.unsent = CodedErrors(coded_names(table), mesh, table, dtype, device_of(mesh), {})
         self.weights: FewBits | None = comm.weights
         self.gradients: FewBits | None = comm.gradients
         self._axes: dict[str, tuple[DeviceMesh | None, DeviceMesh | None]] = {}
@@ -155,13 +231,20 @@ class CodedShards:
             self._compare(whole[axis.get_local_rank()], given, names, axis, 4)
 
     def sum(self, whole: Tensor, names: Sequence[str], axis: DeviceMesh) -> Tensor:
-        """whole[ranks, elements] of each rank -> this rank's row of their sum, as it was sent."""
+        """whole[ranks, elements] of each rank, whose memory is taken over -> this rank's row of their sum, as sent."""
         assert self.gradients is not None
-        groups = (None if one is None else one.get_group() for one in self.axes(axis))
-        found = sum_coded(whole, self.rows(self.gradients, names, axis), *groups)
+        true = lost = None
         if self._reports:
-            true = torch.empty_like(found)
+            true = whole.new_empty(whole.shape[1])
             dist.reduce_scatter_tensor(true, whole.reshape(-1), group=axis.get_group())
+        if self.unsent is not None:
+            self.unsent.add(whole, names)
+            lost = torch.empty_like(whole)
+        within, between = (None if one is None else one.get_group() for one in self.axes(axis))
+        found = sum_coded(whole, self.rows(self.gradients, names, axis), within, between, lost)
+        if self.unsent is not None and lost is not None:
+            self.unsent.keep(lost, names)
+        if true is not None:
             self._compare(found, true, names, axis, 0)
         return found
 

@@ -68,6 +68,9 @@ class CommConfig:
     gradients: FewBits | None = None
     """reduce and scatter the gradients of matrices in so few bits, all to all, coded once within a node and once
     between nodes (ZeRO++'s qgZ)"""
+    feedback: bool = False
+    """of gradients in few bits: what the codes of a rank's gradients leave out goes along in its next step; each rank
+    keeps that of all matrices, whole, in the format of the reductions"""
     node: int = 1
     """neighbouring ranks, of those over which ZeRO shards, that share a node"""
     activations: Literal["int8"] | None = None
@@ -123,6 +126,11 @@ class CommConfig:
         return self.compress == "zero_one" and self.local_steps > 1
 
     @property
+    def keeps_errors(self) -> bool:
+        """Whether each rank keeps what of its gradients has not been sent."""
+        return self.compress is not None or (self.gradients is not None and self.feedback)
+
+    @property
     def codes_shards(self) -> bool:
         """Whether ZeRO's messages are others than they are by default."""
         return self.weights is not None or self.gradients is not None or self.secondary
@@ -168,6 +176,8 @@ class CommConfig:
         elif self.compress == "zero_one" and self.local_steps == 1:
             why = "without comm.local_steps: ranks take all steps together; give --comm.local-steps 16"
             found |= dict.fromkeys(LOCAL[1:], why)
+        if self.gradients is None:
+            found["feedback"] = "without comm.gradients, whose codes it is of; give --comm.gradients int4"
         if self.gradients is None and not self.secondary:
             found["node"] = "without comm.gradients or comm.secondary; give --comm.gradients int4, or leave it out"
         return found
@@ -183,10 +193,10 @@ class CommConfig:
             ("pp", pp, "stages that share a parameter add up its gradient behind the reduction"),
             ("ep", ep, "experts' gradients are summed over other ranks than those of the rest"),
         ):
-            if self.compress is not None and ranks > 1:
+            if self.keeps_errors and ranks > 1:
+                given = "comm.feedback" if self.compress is None else f"comm.compress={self.compress}"
                 raise UserError(
-                    f"comm.compress={self.compress} with mesh.{axis}={ranks}: {why}; use --mesh.{axis} 1, or no "
-                    "--comm.compress"
+                    f"{given} with mesh.{axis}={ranks}: {why}; use --mesh.{axis} 1, or no --{given.split('=')[0]}"
                 )
 
     @property
@@ -330,6 +340,12 @@ def wire_bytes(layout: Layout, comm: CommConfig, ranks: int, wide: int = 4) -> f
     return sum(num_bytes * wire_share(operation, ranks) for operation, axis, num_bytes in messages if not axis)
 
 
+def check_axes(comm: CommConfig, mesh: DeviceMesh) -> None:
+    """`CommConfig.check_mesh` of a mesh."""
+    ep, cp = (axis_size(mesh, axis) if axis in (mesh.mesh_dim_names or ()) else 1 for axis in (EXPERT_AXIS, "cp"))
+    comm.check_mesh(pipeline_ranks(mesh), ep, cp)
+
+
 def compression_of(
     comm: CommConfig, mesh: DeviceMesh, table: Table, dtype: torch.dtype, device: torch.device
 ) -> Feedback | None:
@@ -339,8 +355,7 @@ def compression_of(
     """
     if comm.compress is None:
         return None
-    ep = axis_size(mesh, EXPERT_AXIS) if EXPERT_AXIS in (mesh.mesh_dim_names or ()) else 1
-    comm.check_mesh(pipeline_ranks(mesh), ep, axis_size(mesh, "cp") if "cp" in (mesh.mesh_dim_names or ()) else 1)
+    check_axes(comm, mesh)
     names = names_to_compress(table, comm)
     spec = COMPRESSIONS[comm.compress]
     options = {name: getattr(comm, name) for name in spec.options}

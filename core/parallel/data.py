@@ -97,6 +97,8 @@ class DataParallel(ParallelModel):
     def run(self, microbatches: Sequence[Any], loss: Callable[[Any], Tensor], scale: float = 1.0) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device_type)
         self.scale = scale
+        if self.coded is not None and self.coded.unsent is not None:
+            self.coded.unsent.scale = scale
         for index, microbatch in enumerate(microbatches):
             with self.microbatch(last=index == len(microbatches) - 1):
                 value = loss(microbatch)
@@ -115,6 +117,8 @@ class DataParallel(ParallelModel):
 
         kept  of this rank, whole, in the format of masters; they are taken over
         """
+        if self.coded is not None and self.coded.unsent is not None:
+            self.coded.unsent.complete(self.masters, used)
         if self.compression is None or not self.compression.is_on:
             return ()
         names = [name for name in self.compression.names if name in used]
@@ -135,15 +139,17 @@ class DataParallel(ParallelModel):
         return [*found]
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.compression is None:
-            super().update(optimizer)
-        else:
+        if self.compression is not None:
             self.stays = not self.compression.update(optimizer)
+            return
+        if self.unsent is not None:
+            self.unsent.commit()
+        super().update(optimizer)
 
     def skip(self) -> None:
         super().skip()
-        if self.compression is not None:
-            self.compression.discard()
+        if self.unsent is not None:
+            self.unsent.discard()
 
     def is_sharded(self, name: str) -> bool:
         """Return whether ZeRO cuts a parameter's master: any but a scalar's."""
@@ -289,7 +295,7 @@ class Replicas(DataParallel):
         self.compute_dtype, self.reduce_dtype = compute_dtype(precision), master_dtype(precision)
         self._sync = True
         self._squares: weakref.ref[GradientSquares] | None = None
-        self.coded = CodedShards(comm, mesh, table) if comm.codes_shards else None
+        self.coded = CodedShards(comm, mesh, table, self.reduce_dtype) if comm.codes_shards else None
         allocate(model, self.mesh.device_type)
         materialise(model)
         self.masters = {}
@@ -666,7 +672,7 @@ class FullyShardedReplicas(DataParallel):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
-        self.coded = CodedShards(comm, mesh, table) if comm.codes_shards else None
+        self.coded = CodedShards(comm, mesh, table, self.reduce_dtype) if comm.codes_shards else None
         if self.coded is not None and shard_axis(mesh).size() > 1:
             self.coded.take_units(model)
         if any(p.is_meta for p in model.parameters()):

@@ -13,6 +13,8 @@ In checkpoints the errors of a parameter are one tensor [ranks, *shape], cut ove
 takes its share of those rows and adds them up: the sum over the ranks, which is all that a later step depends on (of
 one rank's error a quantizer or top-k depends, too), is what it was.
 
+`Unsent` is what is kept, whoever sends; `Feedback` takes the place of a reduction.
+
 Seide et al. 2014, 1-bit SGD, section 3.2; Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2.
 """
 
@@ -33,41 +35,26 @@ from core.mesh import gradient_axes, gradient_axis
 from core.placement.table import Table
 
 
-class Feedback(ABC):
-    """A compression of the gradients of some parameters.
+class Unsent:
+    """What of the gradients of some parameters has not been sent yet: an error of each on each rank.
 
-    names    parameters that are compressed, in an order alike on every rank
-    options  the compression's own; what a checkpoint must agree in, beside the name
-    dtype    of the reduction
-    start    steps that are reduced whole first
-    report_every  steps between two reports (`row`), each of which sums gradients and errors whole; 0: none
+    names    of the parameters, in an order alike on every rank
+    options  what a checkpoint must agree in, beside the name
     """
 
     name: ClassVar[str]
-    clip_norm: float | None = None
-    """for those that clip each rank's gradients"""
-    norm: Tensor | None = None
-    """of a step whose gradients were clipped here: that by which they were, times their scale"""
-    is_last: bool = False
-    """whether a step is the last one of a run"""
+    start: int = 0
+    """steps that are reduced whole first"""
 
     def __init__(
-        self,
-        names: Sequence[str],
-        mesh: DeviceMesh,
-        table: Table,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, names: Sequence[str], mesh: DeviceMesh, table: Table, dtype: torch.dtype, device: torch.device,
         options: Mapping[str, Any],
-        start: int = 0,
-        report_every: int = 0,
-    ):
+    ):  # fmt: skip
+        """dtype: of the reduction"""
         self.names, self.mesh, self.table, self.options = tuple(names), mesh, table, dict(options)
-        self.start, self.report_every = start, report_every
         self.axis = gradient_axis(mesh)
         self.steps = 0
         self._pending: dict[str, Tensor] = {}
-        self._report: Tensor | None = None
         self.begin(dtype, device)
 
     def begin(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,92 +62,19 @@ class Feedback(ABC):
         shapes = {name: self.table[name].layout.local_shape() for name in self.names}
         self.errors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the next step is compressed."""
-        return self.steps >= self.start
-
-    @abstractmethod
-    def exchange(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The decompressed sum over the ranks of what each of them gives, on every rank; a collective of all ranks.
-
-        given  name -> c_w of this rank, contiguous; what of it was not sent is left there
-        """
-
-    @torch.no_grad()
-    def reduce(self, grads: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
-        """Name -> the sum over the ranks of their gradients, as far as it was sent.
-
-        grads  of this rank, alike named on all; their memory is taken over
-        scale  that they are multiplied with (the loss scale)
-        """
-        self._pending, self._report = grads, None
-        if not grads:
-            return {}
-        reports = self.report_every and (self.steps + 1) % self.report_every == 0
-        true = self._whole(grads) if reports else {}
-        for name, grad in grads.items():
-            grad.add_(self.errors[name], alpha=scale)
-        given = self._whole(grads) if reports else {}
-        found = self.exchange(grads)
-        if scale != 1.0:
-            torch._foreach_mul_(list(grads.values()), 1 / scale)
-        if reports:
-            self._report = self._compared(found, true, given)
-        return found
-
     def commit(self) -> None:
         """Take over what the step has left: its update is made."""
         self.errors |= self._pending
-        self._pending, self.norm = {}, None
+        self._pending = {}
         self.steps += 1
 
     def discard(self) -> None:
         """Leave all as it was before the step: it is skipped."""
-        self._pending, self._report, self.norm = {}, None, None
-
-    def update(self, optimizer: torch.optim.Optimizer) -> bool:
-        """`commit`, and the optimizer's step.  Returns whether there was one."""
-        self.commit()
-        optimizer.step()
-        return True
-
-    def apart(self, parameters: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Surround the forwards and backwards of a step: inside, parameters may have values of this rank alone."""
-        return nullcontext()
-
-    def settle(self) -> None:
-        """Be as in a step behind the first ones, for estimates of such steps."""
-        self.start = 0
+        self._pending = {}
 
     def held(self) -> list[Tensor]:
         """What stays from step to step and is as large as gradients."""
         return [*self.errors.values()]
-
-    def row(self) -> dict[str, float]:
-        """Figures of the step that was reported, else none.
-
-        compression_cosine  between what the optimizer got and the sum of the gradients
-        compression_error   norm of what was not sent, of all ranks together, over that of the sum of the gradients
-        """
-        report, self._report = self._report, None
-        return {} if report is None else figures_of(report)
-
-    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies, summed over the ranks without compression."""
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        sum_together(list(copies.values()), self.axis)
-        return copies
-
-    def _compared(self, found: Mapping[str, Tensor], true: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Tensor:
-        """fp64[4], alike on every rank: <found, true>, |found|^2, |true|^2, |given - found|^2."""
-        total = torch.zeros(4, dtype=torch.float64, device=next(iter(self.errors.values())).device)
-        for name, one in found.items():
-            copies = self.table[name].layout.num_holders(self.mesh)
-            total += compared(one, true[name], given[name] - one) / copies
-        if self.mesh.size() > 1:
-            dist.all_reduce(total)
-        return total
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -201,6 +115,120 @@ class Feedback(ABC):
         own, axis = self.table[name].layout, "+".join(gradient_axes(self.mesh))
         cuts = ((axis, 0), *((axis, dim + 1) for axis, dim in own.cuts))
         return replace(own, shape=(ranks, *own.shape), mesh=self.mesh, cuts=cuts)
+
+
+class Feedback(Unsent, ABC):
+    """A compression of the gradients of some parameters.
+
+    names    parameters that are compressed
+    options  the compression's own
+    start    steps that are reduced whole first
+    report_every  steps between two reports (`row`), each of which sums gradients and errors whole; 0: none
+    """
+
+    clip_norm: float | None = None
+    """for those that clip each rank's gradients"""
+    norm: Tensor | None = None
+    """of a step whose gradients were clipped here: that by which they were, times their scale"""
+    is_last: bool = False
+    """whether a step is the last one of a run"""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        mesh: DeviceMesh,
+        table: Table,
+        dtype: torch.dtype,
+        device: torch.device,
+        options: Mapping[str, Any],
+        start: int = 0,
+        report_every: int = 0,
+    ):
+        """Take the arguments of `Unsent`."""
+        super().__init__(names, mesh, table, dtype, device, options)
+        self.start, self.report_every = start, report_every
+        self._report: Tensor | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next step is compressed."""
+        return self.steps >= self.start
+
+    @abstractmethod
+    def exchange(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The decompressed sum over the ranks of what each of them gives, on every rank; a collective of all ranks.
+
+        given  name -> c_w of this rank, contiguous; what of it was not sent is left there
+        """
+
+    @torch.no_grad()
+    def reduce(self, grads: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
+        """Name -> the sum over the ranks of their gradients, as far as it was sent.
+
+        grads  of this rank, alike named on all; their memory is taken over
+        scale  that they are multiplied with (the loss scale)
+        """
+        self._pending, self._report = grads, None
+        if not grads:
+            return {}
+        reports = self.report_every and (self.steps + 1) % self.report_every == 0
+        true = self._whole(grads) if reports else {}
+        for name, grad in grads.items():
+            grad.add_(self.errors[name], alpha=scale)
+        given = self._whole(grads) if reports else {}
+        found = self.exchange(grads)
+        if scale != 1.0:
+            torch._foreach_mul_(list(grads.values()), 1 / scale)
+        if reports:
+            self._report = self._compared(found, true, given)
+        return found
+
+    def commit(self) -> None:
+        super().commit()
+        self.norm = None
+
+    def discard(self) -> None:
+        super().discard()
+        self._report, self.norm = None, None
+
+    def update(self, optimizer: torch.optim.Optimizer) -> bool:
+        """`commit`, and the optimizer's step.  Returns whether there was one."""
+        self.commit()
+        optimizer.step()
+        return True
+
+    def apart(self, parameters: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Surround the forwards and backwards of a step: inside, parameters may have values of this rank alone."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Be as in a step behind the first ones, for estimates of such steps."""
+        self.start = 0
+
+    def row(self) -> dict[str, float]:
+        """Figures of the step that was reported, else none.
+
+        compression_cosine  between what the optimizer got and the sum of the gradients
+        compression_error   norm of what was not sent, of all ranks together, over that of the sum of the gradients
+        """
+        report, self._report = self._report, None
+        return {} if report is None else figures_of(report)
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies, summed over the ranks without compression."""
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        sum_together(list(copies.values()), self.axis)
+        return copies
+
+    def _compared(self, found: Mapping[str, Tensor], true: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Tensor:
+        """fp64[4], alike on every rank: <found, true>, |found|^2, |true|^2, |given - found|^2."""
+        total = torch.zeros(4, dtype=torch.float64, device=next(iter(self.errors.values())).device)
+        for name, one in found.items():
+            copies = self.table[name].layout.num_holders(self.mesh)
+            total += compared(one, true[name], given[name] - one) / copies
+        if self.mesh.size() > 1:
+            dist.all_reduce(total)
+        return total
 
 
 def compared(found: Tensor, true: Tensor, left: Tensor) -> Tensor:

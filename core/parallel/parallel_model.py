@@ -27,7 +27,7 @@ from core.mesh import device_of
 from core.parallel.coded_shards import CodedShards
 from core.parallel.correction import Correction
 from core.parallel.draws import Draws
-from core.parallel.feedback import Feedback
+from core.parallel.feedback import Feedback, Unsent
 from core.parallel.regroup import Read
 from core.parallel.squares import GradientSquares
 from core.placement.table import Table
@@ -228,6 +228,13 @@ class ParallelModel(ABC):
     durable: KeepsSteps | None = None
     updates_as_final: bool = False
     all_workers: DeviceMesh | None = None
+
+    @property
+    def unsent(self) -> Unsent | None:
+        """What of gradients has not been sent, where messages leave something out that goes along later."""
+        if self.compression is not None:
+            return self.compression
+        return None if self.coded is None else self.coded.unsent
 
     @property
     def whole_mesh(self) -> DeviceMesh:

@@ -53,8 +53,8 @@ class Meter:
                     self.account = stack.enter_context(MemoryAccount())
                     self.account.add(self.parallel.model.parameters())
                     self.account.add(self.parallel.masters.values())
-                    if self.parallel.compression is not None:
-                        self.account.add(self.parallel.compression.held())
+                    if self.parallel.unsent is not None:
+                        self.account.add(self.parallel.unsent.held())
                     held = [
                         v for s in list(state.optimizer.state.values()) for v in s.values() if isinstance(v, Tensor)
                     ]

@@ -20,6 +20,7 @@ from core.optim.average import WeightAverage
 from core.optim.clip import gradient_squares
 from core.optim.frozen import frozen
 from core.optim.sharded import make_state, restore_state, state_tensors
+from core.parallel.coded_shards import CodedErrors
 from core.parallel.compress import UNCOMPRESSED
 from core.parallel.correction import CORRECTIONS
 from core.parallel.one_bit import InSigns
@@ -105,9 +106,9 @@ class TrainState:
         optim  parameter -> its optimizer's tensors; by default as they are now
         comm   those of compressed messages; by default as they are now
         """
-        compression = self.parallel.compression
+        unsent = self.parallel.unsent
         if comm is None:
-            comm = {} if compression is None else compression.tensors()
+            comm = {} if unsent is None else unsent.tensors()
         frozen = self.parallel.frozen if self.keep_frozen else {}
         found = {f"model/{name}": parameter for name, parameter in frozen.items()}
         found |= {f"model/{name}": master for name, master in self.parallel.masters.items()}
@@ -149,8 +150,8 @@ class TrainState:
             values["average_steps"] = self.average.steps
         if self.noise is not None:
             values["noise_scale"] = self.noise.state()
-        if self.parallel.compression is not None:
-            values["compression"] = self.parallel.compression.record()
+        if self.parallel.unsent is not None:
+            values["compression"] = self.parallel.unsent.record()
         return values
 
     def commit(self, step: int, config: TrainConfig) -> None:
@@ -234,8 +235,8 @@ class TrainState:
                 self.parallel.local.restored()
             if publish:
                 self.parallel.publish()
-        if comm and self.parallel.compression is not None:
-            self.parallel.compression.take(values["compression"], comm)
+        if comm and self.parallel.unsent is not None:
+            self.parallel.unsent.take(values["compression"], comm)
         self._take_over(values, random)
 
     def _take_over(self, values: dict[str, Any], random: Mapping[str, Tensor | bytes] | None) -> None:
@@ -321,17 +322,16 @@ class TrainState:
 
         Raises UserError where this run does not go on with them.
         """
-        record, compression = saved.get("compression"), self.parallel.compression
+        record, unsent = saved.get("compression"), self.parallel.unsent
         if record is None:
             return {}
-        if compression is None or record["compress"] != compression.name:
-            own = "none" if compression is None else compression.name
+        if unsent is None or record["compress"] != unsent.name:
+            was, own = _option_of(record["compress"]), "none" if unsent is None else _option_of(unsent.name)
             raise UserError(
-                f"it is a checkpoint of comm.compress={record['compress']}, and this run has {own}, which would lose "
-                f"what has not been sent yet; resume it with --comm.compress {record['compress']}, or begin anew with "
-                "its weights"
+                f"it is a checkpoint of {was}, and this run has {own}, which would lose what has not been sent yet; "
+                f"resume it with --{was.replace('=', ' ')}, or begin anew with its weights"
             )
-        for name, value in compression.options.items():
+        for name, value in unsent.options.items():
             saved_value = record.get(name, getattr(UNCOMPRESSED, name))  # one that is not there is younger
             if saved_value != value:
                 typed = option(f"comm.{name}")
@@ -340,7 +340,7 @@ class TrainState:
                     f"it is a checkpoint of comm.{name}={saved_value}, and this run has {value}; resume it {again}, or "
                     "begin anew with its weights"
                 )
-        return compression.to_fill(record)
+        return unsent.to_fill(record)
 
     def read_step(
         self, mean: Tensor, norm: Tensor, stop_requested: bool, squares: Tensor | None = None
@@ -415,6 +415,11 @@ class StepTally:
         """The norm of the gradients that are in sums."""
         squares = float(sums[2])
         return math.sqrt(squares) if squares >= 0 else squares
+
+
+def _option_of(compression: str) -> str:
+    """What asks for a compression, by its name."""
+    return "comm.feedback" if compression == CodedErrors.name else f"comm.compress={compression}"
 
 
 def _workers(values: Mapping[str, Any]) -> dict[str, int]:

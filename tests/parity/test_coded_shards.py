@@ -1,5 +1,7 @@
 """ZeRO++: ranks are a simulation in one process that rounds in the same places, in fp64, on rows that do not divide."""
 
+import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,13 +19,16 @@ from core.comm.block_code import RoundedCode
 from core.comm.coded_rows import CodedRows, gather_coded, sum_coded
 from core.comm.volume import count_volume
 from core.compose import ParallelConfig, parallelize
+from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig, Zero, build_mesh
 from core.metrics import read_metrics
 from core.models.decoder import DecoderConfig
 from core.optim.build import OptimConfig, build_optimizer
-from core.parallel.coded_shards import CodedShards
+from core.optim.clip import scale_gradients
+from core.parallel.coded_shards import CodedErrors, CodedShards
 from core.parallel.compress import CommConfig
+from core.train import TrainConfig
 from tests.parity.test_resume import gone_on_to_the_bit
 from tests.parity.test_train import GPT2, LLAMA, TOLERANCE
 from tests.support.small import config_of, train
@@ -42,9 +47,13 @@ class Rows(nn.Module):
         self.inward = nn.Parameter(torch.randn(23, 6, generator=draw, dtype=torch.float64))
         self.factor = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
         self.unused = nn.Parameter(torch.randn(5, 5, generator=draw, dtype=torch.float64))
+        self.seldom = nn.Parameter(torch.randn(6, 6, generator=draw, dtype=torch.float64) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        is_seldom = len(x) == 3
         x = x @ self.inward
+        if is_seldom:
+            x = x @ self.seldom
         for block in self.blocks:
             x = x + block(x)
         return (self.factor * x).square().sum()
@@ -63,16 +72,19 @@ class Block(nn.Module):
 
 def data(step: int, rank: int, microbatch: int) -> Tensor:
     draw = torch.Generator().manual_seed(100 * step + 10 * rank + microbatch)
-    return torch.randn(2, 23, generator=draw, dtype=torch.float64) / 4
+    return torch.randn(2 + step % 2, 23, generator=draw, dtype=torch.float64) / 4
 
 
 OPTIM = OptimConfig("adamw", lr=0.01)
 
 
-def trained(comm: CommConfig, zero: Zero, num_microbatches: int, looks: bool = False) -> dict[str, Any]:
+def trained(
+    comm: CommConfig, zero: Zero, num_microbatches: int, looks: bool = False, scale: float = 1.0
+) -> dict[str, Any]:
     """On ranks: parameters and losses, and what the last step has sent.
 
     looks  between two steps at a loss of other weights, which then go
+    scale  of the loss; another than 1, and before each step one that overflows is skipped
     """
     mesh = build_mesh(MeshConfig().resolve(dist.get_world_size(), zero), "cpu")
     parallel = parallelize(Rows(), mesh, ParallelConfig(zero=zero, precision="fp64", comm=comm))
@@ -80,8 +92,14 @@ def trained(comm: CommConfig, zero: Zero, num_microbatches: int, looks: bool = F
     for step in range(STEPS):
         with count_volume(mesh) as volume:
             given = [data(step, dist.get_rank(), m) for m in range(num_microbatches)]
-            total = parallel.run(given, lambda x: parallel.model(x))
+            if scale != 1.0:
+                parallel.run([x * math.inf for x in given], lambda x: parallel.model(x), scale)
+                parallel.reduce()
+                parallel.skip()
+                parallel.release()
+            total = parallel.run(given, lambda x: parallel.model(x), scale)
             parallel.reduce()
+            scale_gradients(parallel.masters.values(), 1 / scale)
             dist.all_reduce(total)
             losses.append(float(total))
             parallel.update(optimizer)
@@ -126,6 +144,7 @@ def simulated(comm: CommConfig, ranks: int, num_microbatches: int) -> dict[str, 
     masters = {n: p.detach().clone().requires_grad_() for n, p in Rows().named_parameters()}
     model = Rows()
     optimizer, losses = build_optimizer(OPTIM, masters), []
+    errors = {name: [torch.zeros_like(p) for _ in range(ranks)] for name, p in Rows().named_parameters()}
     for step in range(STEPS):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -143,12 +162,15 @@ def simulated(comm: CommConfig, ranks: int, num_microbatches: int) -> dict[str, 
         losses.append(total)
         for name, master in masters.items():
             grads = [one[name] for one in of_ranks]
-            master.grad = None if grads[0] is None else summed(grads, comm, ranks, bits)
+            master.grad = None if grads[0] is None else summed(grads, comm, ranks, bits, errors[name])
         optimizer.step()
     return {"masters": masters, "losses": losses}
 
 
-def summed(grads: list[Tensor], comm: CommConfig, ranks: int, bits: dict[str, int]) -> Tensor:
+def summed(
+    grads: list[Tensor], comm: CommConfig, ranks: int, bits: dict[str, int], errors: list[Tensor]
+) -> Tensor:  # fmt: skip
+    """errors: what each rank has left out, which goes along with feedback"""
     if comm.gradients is None:
         return sum(grads[1:], grads[0])
     change = partial(rounded, bits=bits[comm.gradients])
@@ -156,9 +178,16 @@ def summed(grads: list[Tensor], comm: CommConfig, ranks: int, bits: dict[str, in
     def sent(x: Tensor) -> Tensor:
         return by_rank(x, ranks, change)
 
+    if comm.feedback:
+        grads = [grad + error for grad, error in zip(grads, errors, strict=True)]
+        errors[:] = [grad - sent(grad) for grad in grads]
     if comm.node > 1:
         grads = [sent(one) for one in grads]
         grads = [sum(grads[n + 1 : n + comm.node], grads[n]) for n in range(0, ranks, comm.node)]
+        for node, grad in enumerate(grads if comm.feedback and len(grads) > 1 else ()):
+            for row, lost in enumerate((grad - sent(grad)).chunk(ranks) if grad.ndim > 1 else ()):
+                own = errors[node * comm.node + row % comm.node]  # the rank that sends these rows to other nodes
+                own.chunk(ranks)[row].add_(lost)
     if len(grads) > 1:
         grads = [sent(one) for one in grads]
     return sum(grads[1:], grads[0])
@@ -171,6 +200,11 @@ CASES = {
     "nodes": (4, replace(ALL, node=2, secondary=True), 3, 2),
     "int4 weights, zero 2": (3, CommConfig(weights="int4"), 2, 1),
     "zero 1": (4, replace(ALL, node=2), 1, 2),
+    "feedback": (3, replace(ALL, feedback=True), 3, 2),
+    "feedback, nodes": (4, replace(ALL, node=2, feedback=True, secondary=True), 3, 1),
+    "feedback, one node": (2, replace(ALL, node=2, feedback=True), 3, 1),
+    "feedback, zero 2": (3, replace(ALL, feedback=True), 2, 1),
+    "feedback, zero 1, nodes": (4, replace(ALL, node=2, feedback=True), 1, 2),
 }
 
 
@@ -192,6 +226,13 @@ def test_ranks_are_a_simulation(ranks, name: str) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
     for key, value in expected["masters"].items():
         torch.testing.assert_close(found["masters"][key], value.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_skipped_steps_leave_errors_and_scales_do_not_count(ranks, zero: Zero) -> None:
+    comm = CommConfig(gradients="int4", feedback=True)
+    found, expected = ranks(2).run(trained, comm, zero, 1, False, 1024.0)[0], simulated(comm, 2, 1)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +279,74 @@ def test_figures_of_what_is_lost(ranks, tmp_path: Path) -> None:
         assert 0.98 < figures["gradients_cosine"] < 1
 
 
+FEEDBACK = CommConfig(weights="int8", gradients="int4", feedback=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"zero": 3, "precision": "bf16"}),
+        (4, {"zero": 2, "mesh": MeshConfig(tp=2)}),
+        pytest.param(4, {"zero": 3, "mesh": MeshConfig(dp_replicate=2)}, marks=pytest.mark.soak),
+    ],
+)
+def test_errors_are_resumed_to_the_bit(ranks, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    config = config_of(tmp_path, steps=6, checkpoint=CheckpointConfig(every=3), comm=FEEDBACK, **options)
+    gone_on_to_the_bit(ranks, size, tmp_path, config)
+
+
+def sums_of_errors(config: TrainConfig) -> dict[str, Tensor]:
+    """Of all ranks of a run that goes on from its checkpoint, before its first step and behind the next."""
+    found: dict[str, Tensor] = {}
+    begin, commit = CodedErrors.take, CodedErrors.commit
+
+    def noted(kind: str, errors: CodedErrors) -> None:
+        for name, error in errors.errors.items():
+            total = error.double()
+            dist.all_reduce(total)
+            found.setdefault(f"{kind} {name}", total)
+
+    def take(errors: CodedErrors, *given: Any) -> None:
+        begin(errors, *given)
+        noted("before", errors)
+
+    def committed(errors: CodedErrors) -> None:
+        commit(errors)
+        noted("after", errors)
+
+    with patch.object(CodedErrors, "take", take), patch.object(CodedErrors, "commit", committed):
+        train(config)
+    return found
+
+
+def test_errors_of_ranks_that_are_gone_go_along(ranks, tmp_path: Path) -> None:
+    """On fewer ranks their sum is what it was; one rank, which codes nothing, adds it to its next gradient."""
+    config = config_of(tmp_path, steps=6, checkpoint=CheckpointConfig(every=3), comm=FEEDBACK, zero=2)
+    ranks(4).run(train, replace(config, stop_after=3, out=tmp_path / "4"))
+    found = {}
+    for size in (2, 1, 4):
+        out = tmp_path / "again" / str(size)
+        shutil.copytree(tmp_path / "4", out)
+        found[size] = ranks(size).run(sums_of_errors, replace(config, stop_after=4, out=out, resume="auto"))[0]
+    assert any(bool(total.any()) for key, total in found[4].items() if "before" in key)
+    for size in (2, 1):
+        for key, total in found[4].items():
+            if "before" in key:
+                torch.testing.assert_close(found[size][key], total, rtol=1e-6, atol=1e-9)
+    assert not any(bool(total.any()) for key, total in found[1].items() if "after" in key)
+
+
+def test_a_run_without_feedback_would_lose_errors(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=4, comm=FEEDBACK, zero=2, stop_after=2)
+    train(config)
+    again = replace(config, resume="auto", comm=replace(FEEDBACK, feedback=False))
+    said = (
+        r"of comm\.feedback, and this run has none, which would lose .*; resume it with --comm\.feedback, or begin anew"
+    )
+    with pytest.raises(UserError, match=said):
+        train(again)
+
+
 def stale(shards: CodedShards) -> None:
     """The second copy stays when masters have changed."""
 
@@ -249,7 +358,7 @@ def with_own_rows(whole: Tensor, own: Tensor, rows: CodedRows, group: dist.Proce
     whole[group.rank()] = exact
 
 
-def between_nodes_alone(whole: Tensor, rows: CodedRows, within: Any, between: Any) -> Tensor:
+def between_nodes_alone(whole: Tensor, rows: CodedRows, within: Any, between: Any, lost: None = None) -> Tensor:
     """What goes within a node is not coded."""
     if within is not None:
         mine = whole.unflatten(0, (-1, within.size())).contiguous()
@@ -258,21 +367,39 @@ def between_nodes_alone(whole: Tensor, rows: CodedRows, within: Any, between: An
     return sum_coded(whole, rows, None, between)
 
 
+def of_unused_too(errors: CodedErrors, masters: Any, used: set[str]) -> None:
+    """Parameters that do not move lose theirs."""
+
+
+def of_one_hop(
+    whole: Tensor, rows: CodedRows, within: Any, between: Any, lost: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """What the node's sums lack is forgotten."""
+    found = sum_coded(whole, rows, within, between, lost)
+    if lost is not None and within is not None:
+        rows.decode(rows.encode(whole), lost)
+        torch.sub(whole, lost, out=lost)
+    return found
+
+
 MUTATIONS = {
-    "stale": ("CodedShards.publish", stale),
-    "own rows": ("gather_coded", with_own_rows),
-    "one hop": ("sum_coded", between_nodes_alone),
+    "stale": ("CodedShards.publish", stale, 3),
+    "own rows": ("gather_coded", with_own_rows, 3),
+    "one hop": ("sum_coded", between_nodes_alone, 3),
+    "errors of one hop": ("sum_coded", of_one_hop, 3),
+    "errors of unused": ("CodedErrors.complete", of_unused_too, 2),
 }
 
 
 def mutated(mutation: str, comm: CommConfig) -> dict[str, Any]:
-    name, instead = MUTATIONS[mutation]
+    name, instead, zero = MUTATIONS[mutation]
     with patch(f"core.parallel.coded_shards.{name}", instead):
-        return trained(comm, 3, 1)
+        return trained(comm, zero, 1)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_is_seen(ranks, mutation: str) -> None:
-    comm = replace(ALL, node=2, secondary=True)
+    comm = replace(ALL, node=2, secondary=MUTATIONS[mutation][2] == 3, feedback="errors" in mutation)
     found, expected = ranks(4).run(mutated, mutation, comm)[0], simulated(comm, 4, 1)
-    assert abs(found["losses"][-1] / expected["losses"][-1] - 1) > 1e-6
+    off = [float((found["masters"][name] - value.detach()).abs().max()) for name, value in expected["masters"].items()]
+    assert max(off) > 1e-6

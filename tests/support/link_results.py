@@ -14,7 +14,7 @@ from benchmarks.result import RESULTS, ROOT, Row, read
 CODE = ROOT / "apps" / "llm" / "links.py"
 BEGIN, END = "    # measured: python -m tests.support.link_results\n", "    # end\n"
 SLOW_LINKS, ACTIVATIONS = "slow_links", "coded_activations"
-KINDS = {"ZeRO++": "ZeRO++", "PowerSGD": "PowerSGD", "DiLoCo": "MuLoCo"}
+KINDS = {"ZeRO++": "ZeRO++", "ZeRO++ with feedback": "ZeRO++ with feedback", "PowerSGD": "PowerSGD", "DiLoCo": "MuLoCo"}
 """A form of the benchmark, which trains with Muon -> that of the plan."""
 SYNCHRONOUS = "all-reduce"
 

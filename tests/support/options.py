@@ -28,6 +28,7 @@ from core.models.plan import decoder_table
 TRAINING: dict[str, Any] = {
     "comm.activations": "int8",
     "comm.compress": "powersgd",
+    "comm.feedback": True,
     "comm.gradients": "int4",
     "comm.secondary": True,
     "comm.weights": "int8",

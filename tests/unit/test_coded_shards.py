@@ -117,11 +117,15 @@ CODED = "--comm.weights int8 --comm.gradients int4"
     "words",
     [
         f"--zero 3 --nproc 6 --comm.node 2 --comm.secondary --microbatch 1 --precision bf16 {CODED}",
+        f"--zero 3 --nproc 2 --microbatch 1 {CODED} --comm.feedback",
         *(
             pytest.param(words, marks=pytest.mark.soak)
             for words in (
                 f"--zero 1 --nproc 3 --microbatch 4 {CODED}",
                 f"--zero 3 --recipe gpt2_124m --nproc 60 --comm.node 4 --comm.secondary --precision bf16 {CODED}",
+                f"--zero 2 --nproc 4 --microbatch 1 --mesh.dp-replicate 2 --comm.node 2 {CODED} --comm.feedback",
+                f"--zero 1 --nproc 3 --microbatch 4 --precision bf16 {CODED} --comm.feedback",
+                f"--zero 3 --nproc 4 --mesh.tp 2 {CODED} --comm.feedback",
                 f"--zero 3 --nproc 4 --mesh.tp 2 {CODED}",
                 f"--zero 3 --nproc 8 --mesh.cp 2 --comm.node 4 --comm.secondary {CODED}",
                 f"--zero 3 --nproc 2 --comm.secondary {CODED}",
@@ -205,6 +209,13 @@ def test_nodes_that_ranks_do_not_make(node: int, mesh: MeshShape, said: str) -> 
 def test_options_are_checked(options, said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(ALL, **options)
+
+
+@pytest.mark.parametrize("axis", ["pp", "ep"])
+def test_errors_have_no_place_on_stages_and_experts(axis: str) -> None:
+    comm = CommConfig(gradients="int4", feedback=True)
+    with pytest.raises(UserError, match=f"comm.feedback with mesh.{axis}=2: .*use --mesh.{axis} 1, or no --comm.feed"):
+        TrainConfig(mesh=MeshConfig(**{axis: 2}), zero=2, comm=comm)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_a_penalty_is_that_of_the_nearest_number_of_workers(monkeypatch: pytest.
         ({"zero": 2}, "ZeRO-2"),
         ({"zero": 0, "comm": CommConfig("powersgd", rank=8)}, "PowerSGD"),
         ({"zero": 3, "comm": CommConfig(weights="int4")}, "ZeRO++"),
+        ({"zero": 2, "comm": CommConfig(gradients="int4", feedback=True)}, "ZeRO++ with feedback"),
         ({"zero": 0, "local": LocalTrainingConfig(every=7, bits=4, fragments=2)}, "Streaming DiLoCo"),
         ({"zero": 0, "mesh": MeshConfig(pp=2), "comm": CommConfig(activations="int8")}, "8-bit activations"),
     ],
