@@ -67,6 +67,7 @@ TIMED_ROUND, TIMED_STEPS = 4, 8
 UNTIMED = 2
 LINKS = {"none": math.inf, "10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 ALL_REDUCE, ZERO3, ZERO_PP, POWERSGD, DILOCO, TWO_BW = "all-reduce", "ZeRO-3", "ZeRO++", "PowerSGD", "DiLoCo", "2bw"
+WITH_FEEDBACK = "ZeRO++ with feedback"
 ALONE = "one worker alone"
 OUTER_LR, OUTER_MOMENTUM = 1.0, 0.5
 """Of DiLoCo's 30 rounds: with its usual 0.7 and 0.9 they go seven times the mean way, and too far (docs/log.md)."""
@@ -116,12 +117,15 @@ def forms(numbers: Sequence[int]) -> list[Form]:
     found, (least, *_) = list[Form](), numbers
     diloco = LocalTrainingConfig(every=ROUND, bits=2, outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM)
     synchronous, powersgd = Form(ZERO3, least, zero=3), Form(POWERSGD, least, comm=POWERSGD_COMM)
-    zero_pp = Form(ZERO_PP, least, zero=3, comm=CommConfig(weights="int8", gradients="int4", secondary=True))
+    comm = CommConfig(weights="int8", gradients="int4", secondary=True)
+    zero_pp = Form(ZERO_PP, least, zero=3, comm=comm)
+    with_feedback = replace(zero_pp, name=WITH_FEEDBACK, comm=replace(comm, feedback=True))
     for workers in numbers:
         found += [
             Form(ALL_REDUCE, workers, synchronous),
             replace(synchronous, workers=workers, learns_as=None if workers == least else synchronous),
             replace(zero_pp, workers=workers, learns_as=None if workers == least else zero_pp),
+            replace(with_feedback, workers=workers, learns_as=None if workers == least else with_feedback),
             replace(powersgd, workers=workers, learns_as=None if workers == least else powersgd),
             Form(DILOCO, workers, local=diloco),
         ]
@@ -419,7 +423,7 @@ def targets(study: Study, reduced: dict[Form, float], last: dict[Form, float]) -
             reduced[of[ALL_REDUCE, workers]] / reduced[powersgd],
         )
         yield Target(f"fp32 {ALL_REDUCE} / {DILOCO}, bytes, {where}", 750.0, whole / reduced[diloco])
-        for form, within in ((of[ZERO_PP, workers], 1.005), (powersgd, 1.01), (diloco, 1.01)):
+        for form, within in ((of[WITH_FEEDBACK, workers], 1.005), (powersgd, 1.01), (diloco, 1.01)):
             if form.learns_as is None:
                 what = f"{within} of synchronous bits per byte / those of {form.name}, {where}"
                 yield Target(what, 1.0, within * synchronous / last[form])
@@ -442,7 +446,8 @@ def notes(study: Study, reached: float, said: str) -> tuple[str, ...]:
         f"{DILOCO}'s outer rate is {OUTER_LR:g} and its momentum {OUTER_MOMENTUM:g}, Nesterov's. "
         f"{ALONE}: its share of the rows, ZeRO-3's optimizer, nothing sent; of one seed.",
         f"{ZERO_PP}: int8 weights, int4 gradients, a second copy on each worker, a node of its own. On more workers it "
-        "rounds in other places, and is taken to learn as on the fewest.",
+        f"rounds in other places, and is taken to learn as on the fewest. {WITH_FEEDBACK}: what codes of gradients "
+        "leave out goes along in the next step.",
         "sent: all of a step's messages; reduced: sums alone. The rest is of Muon, where each rank updates some "
         "matrices and sends them to the others, of ZeRO-3's gathers and of activations.",
         "Workers share this machine's cores: where there are more of them than cores, steps compute for longer.",
