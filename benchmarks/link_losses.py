@@ -6,7 +6,7 @@ What `slow_links` trains, of one seed on two workers:
     ZeRO++     by the bits of gradients, and with feedback
     DiLoCo     by its outer optimizer, by the bits of displacements, and by the steps between two averages
     one worker alone   with half of the rows, which is what local training begins from
-    rows of a step     PowerSGD, DiLoCo and one worker alone, of half as many steps of as many rows and of four times as
+    rows of a step     PowerSGD, DiLoCo and one worker alone, of half as many steps of as many rows and of twice as
                        many, each beside whole gradients of those rows
 
 No clock is read, so it may run beside other work, and it is resumed.
@@ -25,7 +25,7 @@ from core.parallel.local import LocalTrainingConfig
 
 STEPS, EVERY, WORKERS = 600, 200, 2
 RANKS = (4, 16, 64)
-SHORT, MORE_ROWS = 300, 4
+SHORT, MORE_ROWS = 300, 2
 """Steps of those that are compared by the rows of a step, and how many times as many these are."""
 SOONER = 10
 """Steps of a round, where averages come more often."""
