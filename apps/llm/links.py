@@ -67,9 +67,11 @@ PUBLISHED = {
 MEASURED: dict[tuple[str, int], tuple[str, float]] = {
     # measured: python -m tests.support.link_results
     ("ZeRO++", 2): ("slow_links", 0.031),
+    ("ZeRO++ with feedback", 2): ("slow_links", 0.007),
     ("PowerSGD", 2): ("slow_links", 0.514),
     ("MuLoCo", 2): ("slow_links", 0.553),
     ("ZeRO++", 4): ("slow_links", 0.031),
+    ("ZeRO++ with feedback", 4): ("slow_links", 0.007),
     ("PowerSGD", 4): ("slow_links", 0.514),
     ("MuLoCo", 4): ("slow_links", 1.689),
     ("8-bit activations", 2): ("coded_activations", 0.000),
