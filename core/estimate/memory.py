@@ -12,9 +12,9 @@ Workers that train locally keep the weights that they began a round with and the
 
 The state is what the optimizer keeps of a shard (core/optim/size.py): two words an element for AdamW, rows and columns
 for Adafactor.
-Compressed gradients (`core.parallel.compress`) and those in few bits with feedback leave an error of their size, which
-stays, and until the update that of the step before; the second copy of weights
-within a node (`core.parallel.coded_shards`) stays, too, an nth of the model on each of its n ranks.
+Compressed gradients (`core.parallel.compress`), and those in few bits with feedback, leave an error of their size which
+stays, and until the update that of the step before; the second copy of weights within a node
+(`core.parallel.coded_shards`) stays, too, an nth of the model on each of its n ranks.
 A schedule that runs ahead keeps several versions of the parameters, and gradients of several steps, the most of both
 only while it updates (`ScheduleSpec.held`), and its correction a state of its own beside the optimizer's.
 ZeRO-1 divides the optimizer's side, ZeRO-2 the gradients too, ZeRO-3 all three. A step of several microbatches reduces

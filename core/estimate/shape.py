@@ -294,7 +294,7 @@ class ModelShape:
 
     def unsent_elements(self, run: RunShape) -> int:
         """Elements of the errors that codes of gradients leave on a rank, of a run without a pipeline."""
-        if not (run.comm.feedback and run.comm.keeps_errors):
+        if not run.comm.feeds_back:
             return 0
         rows = (self._row(weight, run) for weight in self.weights if len(weight.shape) > 1)
         return sum(math.prod(row.layout.largest_shape()) for row in rows)

@@ -136,8 +136,8 @@ class CodedErrors(Unsent):
 
     name = "feedback"
     scale: float = 1.0
-    is_late: bool = False
-    """whether there are errors of ranks that are gone, and no code to go along with"""
+    late: frozenset[str] = frozenset()
+    """parameters with errors of ranks that are gone, and no code to go along with"""
 
     def add(self, whole: Tensor, names: Sequence[str]) -> None:
         """To gradients whole[ranks, elements] that are to be coded."""
@@ -157,9 +157,7 @@ class CodedErrors(Unsent):
     def complete(self, masters: Mapping[str, Tensor], used: set[str]) -> None:
         """Behind the sums of a step: parameters that no rank has used, and which do not move, keep their errors."""
         self._pending = {name: kept for name, kept in self._pending.items() if name in used}
-        if not self.is_late:
-            return
-        names = [name for name in self.names if name in used and shard_ranks(self.mesh) == 1]
+        names = [name for name in self.names if name in self.late and name in used]
         late = [self.errors[name].clone() for name in names]
         sum_together(late, self.axis)
         for name, error in zip(names, late, strict=True):
@@ -168,9 +166,13 @@ class CodedErrors(Unsent):
             master.grad.add_(error, alpha=self.scale)
             self._pending[name] = torch.zeros_like(error)
 
+    def commit(self) -> None:
+        self.late -= self._pending.keys()
+        super().commit()
+
     def take(self, record: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
         super().take(record, filled)
-        self.is_late = shard_ranks(self.mesh) == 1
+        self.late = frozenset(self.names) if shard_ranks(self.mesh) == 1 else frozenset()
 
     def _slots(self, message: Tensor, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """The part [ranks, elements] of a message that belongs to each parameter which is coded."""
@@ -193,7 +195,7 @@ class CodedShards:
         """dtype: of the reductions.  Raises UserError for a mesh whose ranks' errors have no place."""
         self.comm, self.mesh, self.table = comm, mesh, table
         self.unsent: CodedErrors | None = None
-        if comm.feedback:
+        if comm.feeds_back:
             check_axes(comm, mesh)
             self.unsent = CodedErrors(coded_names(table), mesh, table, dtype, device_of(mesh), {})
         self.weights: FewBits | None = comm.weights

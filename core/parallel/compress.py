@@ -126,9 +126,14 @@ class CommConfig:
         return self.compress == "zero_one" and self.local_steps > 1
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether what codes of gradients leave out goes along later."""
+        return self.gradients is not None and self.feedback
+
+    @property
     def keeps_errors(self) -> bool:
         """Whether each rank keeps what of its gradients has not been sent."""
-        return self.compress is not None or (self.gradients is not None and self.feedback)
+        return self.compress is not None or self.feeds_back
 
     @property
     def codes_shards(self) -> bool:

@@ -67,7 +67,9 @@ def test_codes_go_through_the_group(device: torch.device) -> None:
         whole = torch.zeros(1, 705, device=device)
         gather_coded(whole, x.to(device), rows, group)
         assert torch.equal(whole.cpu(), wanted)
-        assert torch.equal(sum_coded(x.to(device)[None], rows, None, group).cpu(), wanted[0])
+        lost = torch.empty(1, 705, device=device)
+        assert torch.equal(sum_coded(x.to(device)[None], rows, None, group, lost).cpu(), wanted[0])
+        assert torch.equal(lost.cpu(), x[None] - wanted)
         sums = []
         for where in (torch.device("cpu"), device):
             coded = CodedSum(BlockCode(4), {"x": x.to(where)}, [["x"]], group)

@@ -313,6 +313,7 @@ def sums_of_errors(config: TrainConfig) -> dict[str, Tensor]:
     def committed(errors: CodedErrors) -> None:
         commit(errors)
         noted("after", errors)
+        found["late"] = torch.tensor([len(errors.late)])
 
     with patch.object(CodedErrors, "take", take), patch.object(CodedErrors, "commit", committed):
         train(config)
@@ -334,6 +335,7 @@ def test_errors_of_ranks_that_are_gone_go_along(ranks, tmp_path: Path) -> None:
             if "before" in key:
                 torch.testing.assert_close(found[size][key], total, rtol=1e-6, atol=1e-9)
     assert not any(bool(total.any()) for key, total in found[1].items() if "after" in key)
+    assert found[1]["late"].tolist() == [0]
 
 
 def test_a_run_without_feedback_would_lose_errors(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_bytes_of_ranks_that_do_not_exist(num_ranks: int, node: int) -> None:
     ) * (num_ranks * (node > 1) + (num_ranks // node) * (node < num_ranks))
 
 
+FEEDBACK_ALONE = CommConfig(weights="int8", feedback=True)
 PLAN = ["plan", "--recipe", "debug", "--gpu", "A100", "--check"]
 CODED = "--comm.weights int8 --comm.gradients int4"
 
@@ -209,6 +210,16 @@ def test_nodes_that_ranks_do_not_make(node: int, mesh: MeshShape, said: str) -> 
 def test_options_are_checked(options, said: str) -> None:
     with pytest.raises(UserError, match=said):
         replace(ALL, **options)
+
+
+def test_there_are_errors_of_codes_alone() -> None:
+    """Feedback without codes of gradients, which commands refuse, keeps nothing."""
+    with pretended(2):
+        mesh = build_mesh(MeshConfig(dp_replicate=1, dp_shard=2), "cpu")
+        table = placement(nn.Linear(7, 10), None, mesh, 3)
+        for comm, names in ((CommConfig(gradients="int4", feedback=True), {"weight"}), (FEEDBACK_ALONE, None)):
+            unsent = CodedShards(comm, mesh, table).unsent
+            assert (None if unsent is None else unsent.errors.keys()) == names
 
 
 @pytest.mark.parametrize("axis", ["pp", "ep"])
