@@ -296,18 +296,29 @@ class LocalTraining:
         config, number = self.config, self.config.fragments
         blocks = [block for block in dict.fromkeys(map(_block_of, self.parallel.table)) if block is not None]
         check_fragments(number, len(blocks))
-        own: list[dict[str, int]] = [{} for _ in range(number)]
+        own: list[dict[frozenset[str], dict[str, int]]] = [{} for _ in range(number)]
         last = 0  # fragment of what is before the first block, and of what is behind the last
         for name, value in self.outer.items():
             block = _block_of(name)
             last = last if block is None else number - 1
             fragment = last if block is None else blocks.index(block) % number
-            own[fragment][name] = value.numel() * value.element_size()
-        for index, sizes in enumerate(own):
+            alike = own[fragment].setdefault(self._cut_by(name), {})
+            alike[name] = value.numel() * value.element_size()
+        for index, by_cut in enumerate(own):
             first = len(self._messages)
-            self._messages += in_buckets(sizes, self.parallel.table)
+            for sizes in by_cut.values():
+                self._messages += in_buckets(sizes, self.parallel.table)
             messages = range(first, len(self._messages))
             yield _Fragment(messages, config.every * index // number, self.parallel.device)
+
+    def _cut_by(self, name: str) -> frozenset[str]:
+        """The axes of several ranks that cut a parameter: those with the same ones go in one message.
+
+        A number's code depends on the others in its block: beside what each rank has of its own, a worker's ranks would
+        decode a number that they all have to different ones.
+        """
+        layout = layout_of(self.outer[name])
+        return frozenset(axis for axis in layout.axes() if layout.axis_size(axis) > 1)
 
     @property
     def form(self) -> dict[str, int]:

@@ -11,13 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from apps.llm.loss import num_targets, token_loss
 from core.checkpoint import CheckpointConfig, Checkpointer, read_full
 from core.checkpoint.stored import inspect
 from core.comm.volume import wire_share
+from core.compose import parallelize
 from core.config import UserError
 from core.layout import full_tensor
 from core.mesh import MeshConfig
 from core.metrics import read_metrics
+from core.models.decoder import Decoder
+from core.models.plan import decoder_plan
 from core.optim.adamw import AdamWConfig
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import OptimConfig, build_optimizer
@@ -28,6 +32,7 @@ from core.parallel.pipeline.schedule import PipelineConfig
 from core.parallel.regroup import ERRORS
 from core.runtime import start
 from core.train import TrainConfig, fit
+from tests.parity.test_train import GPT2
 from tests.support.small import Rows, Small, build, config_of, loss, train
 
 STEPS, TOLERANCE = 8, 1e-10
@@ -82,6 +87,11 @@ def run(given: TrainConfig, dropout: float = 0.0, evaluated: bool = False) -> Fo
         return Found(summary, local.worker, begin, whole(parallel.masters), whole(local.outer), whole(local.momentum))
 
 
+def tp_cut(name: str) -> int | None:
+    """The dim that `tests.support.small.PLAN` cuts."""
+    return 0 if ".up." in name else 1 if name.endswith("down.weight") else None
+
+
 class Sent(NamedTuple):
     """What workers have added up of a fragment: its mean way, and sum a_w |D_w|^2."""
 
@@ -106,7 +116,7 @@ class Simulation:
         self.fragments = [[n for n, place in zip(begin, of, strict=True) if place == p] for p in range(number)]
         self.items = [[0.0] * num_workers for _ in self.fragments]
         self.arriving: dict[int, tuple[int, Sent]] = {}
-        self.errors: dict[tuple[int, int], Tensor] = {}  # of a fragment: each worker's, and that of the sum under -1
+        self.errors: dict[tuple[Any, int], Tensor] = {}  # of a fragment: each worker's, and that of the sum under -1
 
     def gradients(self, worker: int, step: int) -> tuple[float, list[Tensor]]:
         """Items and gradients of a worker's rows, those of several ranks."""
@@ -205,9 +215,32 @@ class Simulation:
         return {name: piece.view_as(self.theta[name]) for name, piece in zip(names, split, strict=True)}
 
     def added(self, place: int, given: list[Tensor]) -> Tensor:
-        code, size, total = self.given.local.code, given[0].numel(), torch.stack(given).sum(0)
-        if code is None or self.n == 1:
-            return total
+        if self.given.local.code is None or self.n == 1:
+            return torch.stack(given).sum(0)
+        if self.given.mesh.tp == 1:
+            return self.added_in_bits(place, given)
+        of_workers = [self.pieces(place, own) for own in given]
+        found = {name: torch.empty_like(piece) for name, piece in of_workers[0].items()}
+        for rank in range(self.given.mesh.tp):
+            for is_cut in (False, True):  # what ranks have of their own is in blocks of its own
+                names = [name for name in found if (tp_cut(name) is not None) == is_cut]
+                parts = [[self.part(pieces[name], name, rank) for name in names] for pieces in of_workers]
+                key = (place, rank, is_cut)
+                flat = self.added_in_bits(key, [torch.cat([part.flatten() for part in own]) for own in parts])
+                for name, piece in zip(names, flat.split([part.numel() for part in parts[0]]), strict=True):
+                    own = self.part(found[name], name, rank)
+                    own.copy_(piece.view_as(own))
+        return torch.cat([piece.flatten() for piece in found.values()])
+
+    def part(self, whole: Tensor, name: str, rank: int) -> Tensor:
+        """A view of what a worker's rank of tensor parallelism has."""
+        dim = tp_cut(name)
+        return whole if dim is None else whole.chunk(self.given.mesh.tp, dim)[rank]
+
+    def added_in_bits(self, place: Any, given: list[Tensor]) -> Tensor:
+        """place: whose errors these are"""
+        code, size = self.given.local.code, given[0].numel()
+        assert code is not None
         num_blocks = -(-size // (code.block * self.n)) * self.n
 
         def coded(key: int, own: Tensor) -> Tensor:
@@ -297,6 +330,49 @@ def test_messages_in_few_bits_and_fragments_are_simulated(
     ranks, tmp_path: Path, size: int, local: LocalTrainingConfig
 ) -> None:
     same_as_simulated(ranks, config(tmp_path, local), size, size, size)
+
+
+@pytest.mark.parametrize(
+    ("size", "local"),
+    [
+        (4, replace(DILOCO, bits=2)),
+        pytest.param(6, replace(DILOCO, bits=4, fragments=2, overlap=1), marks=pytest.mark.soak),
+        pytest.param(4, replace(DILOCO, bits=8, keep=0.02, error_feedback=False), marks=pytest.mark.soak),
+    ],
+)
+def test_few_bits_are_simulated_where_workers_are_of_several_ranks(
+    ranks, tmp_path: Path, size: int, local: LocalTrainingConfig
+) -> None:
+    given = config(tmp_path, local, mesh=MeshConfig(tp=2))
+    same_as_simulated(ranks, given, size, size // 2, size // 2)
+
+
+class Tokens:
+    """A global batch of 4 rows that depends on the step alone."""
+
+    def batch(self, step: int, rank: int, num_ranks: int) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(step)
+        rows = torch.randint(61, (4, 10), generator=draw).chunk(num_ranks)[rank]
+        return {"input_ids": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+def theta_of_decoder(given: TrainConfig) -> dict[str, Tensor]:
+    with start("cpu", given.seed) as runtime:
+        mesh = runtime.mesh(given.mesh, given.zero)
+        parallel = parallelize(Decoder(GPT2), mesh, given, decoder_plan(GPT2, given.mesh))
+        optimizer = build_optimizer(given.optim, parallel.masters)
+        fit(parallel, optimizer, Tokens(), token_loss, given, runtime, weight=num_targets)
+        assert isinstance(parallel.local, LocalTraining)
+        return whole(parallel.local.outer)
+
+
+def test_what_a_worker_s_ranks_hold_alike_stays_alike(ranks, tmp_path: Path) -> None:
+    """A number's code depends on its block: what several ranks have is coded among what they all have."""
+    given = config(tmp_path, replace(DILOCO, bits=2), mesh=MeshConfig(tp=2))
+    first, *others = ranks(4).run(theta_of_decoder, given)
+    for name, value in first.items():
+        for theta in others:
+            assert torch.equal(theta[name], value), name
 
 
 @pytest.mark.soak
