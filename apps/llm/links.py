@@ -36,9 +36,8 @@ ROUND, FRAGMENTS, OVERLAP = 50, 2, 5
 """Of forms that meet seldom: steps of a round, parts of the model, steps that an average may take."""
 WHOLE_SHARE, WHOLE_STEPS, LOCAL_STEPS = 10, 16, 16
 """Signs are learned in a tenth of all steps (1-bit Adam), or as many first ones (0/1 Adam); its most local steps."""
-
-
 ZERO_PP = CommConfig(weights="int8", gradients="int4", secondary=True)
+"""What slow_links measures."""
 
 
 class Penalty(NamedTuple):

@@ -40,7 +40,7 @@ from core.comm.coded_rows import CodedRows, RowPart, gather_coded, sum_coded
 from core.compat import gathered_together
 from core.config import UserError
 from core.mesh import EXPERT_AXIS, AnyMesh, axis_size, device_of, shard_axes, shard_axis, split_axis
-from core.parallel.compress import CommConfig, FewBits, Message, check_axes
+from core.parallel.compress import CommConfig, FewBits, Message, check_axes, trained_rows
 from core.parallel.feedback import Unsent, sum_together
 from core.parallel.rows import paired_rows
 from core.parallel.squares import when_gathered
@@ -65,8 +65,7 @@ def coded_rows(bits: FewBits, rows: Sequence[Placed], ranks: int) -> CodedRows:
 
 def coded_names(table: Mapping[str, Placed]) -> list[str]:
     """First names of the parameters whose gradients are coded, in the table's order."""
-    firsts = ((name, row) for name, row in table.items() if name == row.names[0] and row.trained)
-    return [name for name, row in firsts if len(row.layout.shape) > 1 and not row.whole]
+    return [name for name, row in trained_rows(table) if len(row.layout.shape) > 1 and not row.whole]
 
 
 def shard_ranks(mesh: AnyMesh) -> int:

@@ -303,10 +303,14 @@ def takes(shape: tuple[int, ...], comm: CommConfig) -> bool:
     return comm.compress is not None and COMPRESSIONS[comm.compress].takes(shape, comm)
 
 
+def trained_rows(table: Mapping[str, Placed]) -> Iterator[tuple[str, Placed]]:
+    """Each parameter that is trained, by its first name, in the table's order."""
+    return ((name, row) for name, row in table.items() if name == row.names[0] and row.trained)
+
+
 def compressed_names(table: Mapping[str, Placed], comm: CommConfig) -> list[str]:
     """First names of the parameters whose gradients are compressed, in the table's order."""
-    firsts = ((name, row) for name, row in table.items() if name == row.names[0] and row.trained)
-    return [name for name, row in firsts if takes(row.layout.shape, comm)]
+    return [name for name, row in trained_rows(table) if takes(row.layout.shape, comm)]
 
 
 def names_to_compress(table: Mapping[str, Placed], comm: CommConfig) -> list[str]:
