@@ -316,11 +316,15 @@ def take_turn(turn: Turn) -> Ran:
             _cap(turn.budget_bytes)
         torch.cuda.reset_peak_memory_stats()
     training = (CONTENDERS | ON_DISK)[turn.contender](turn)
-    training.timed()
-    before = training.moved_bytes
-    seconds = [training.timed() for _ in range(turn.num_steps)]
-    moved = (training.moved_bytes - before) // turn.num_steps
-    peak, reserved = training.gemini.device_peak_bytes if training.gemini is not None else 0, 0
+    try:
+        training.timed()
+        before = training.moved_bytes
+        seconds = [training.timed() for _ in range(turn.num_steps)]
+        moved = (training.moved_bytes - before) // turn.num_steps
+        peak, reserved = training.gemini.device_peak_bytes if training.gemini is not None else 0, 0
+    finally:
+        if training.gemini is not None:  # its last step may still be on its way to the drive
+            training.gemini.close()
     if turn.device == "cuda":
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         if turn.budget_bytes is not None and peak > turn.budget_bytes:
