@@ -279,17 +279,17 @@ def _rank_memory(
     ahead, kernel, sent = (
         _blocks_gathered_bytes(model, parts, run),
         _kernel_scratch(parts, run),
-        _sent_bytes(model, parts, run),
+        _sent_bytes(parts, run),
     )
     gathered = ahead + _outside_gathered_bytes(model, parts, run)
-    coding = _coding_bytes(_largest_message(model, parts, run), run.comm.gradients, run.wide_bytes)
+    coding = _coding_bytes(_largest_sum(model, parts, run), run.comm.gradients, run.wide_bytes)
     first = block.input + block.everything
     if run.recompute == "compressed" and run.stores(stages.ranges[stage][0]):
         first = block.stored + block.decoded
     first_block = grads.first_block + first + block.working
     embedding = grads.whole + max(head.tied_gradient, block.input)
     if unsent:  # what codes leave out of the last messages comes with these, when no block is gathered any more
-        last = _largest_message(model, parts, run) + (_units(model, parts)[-1] if run.zero == 3 else 0)
+        last = _largest_sum(model, parts, run) + (_units(model, parts)[-1] if run.zero == 3 else 0)
         first_block, embedding = first_block + max(0, unsent - run.wide_bytes * last), embedding + unsent - ahead
 
     version, one_step = (size * _num_whole(parts) for size in (run.width_bytes, run.wide_bytes))
@@ -496,10 +496,9 @@ def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on
     if run.zero == 1 and run.shard_ranks > 1 and run.comm.gradients is not None:
         run = replace(run, zero=2)  # what is decoded has memory of its own, and the message goes
     wide, sharded = run.wide_bytes, run.zero >= 2
-    message, everything = wide * _largest_message(model, parts, run), wide * _num_whole(parts)
-    own = wide * (_num_updated(parts) if sharded else _num_whole(parts))
-    if run.zero == 1 and run.shard_ranks > 1:  # a rank's rows stand in the whole message
-        own = wide * sum(part.padded for part in parts)
+    message, everything = wide * _largest_sum(model, parts, run), wide * sum(part.num_summed for part in parts)
+    # Below ZeRO-2 a rank's rows stand in the whole message.
+    own = wide * sum(part.num_updated if sharded else part.num_sent for part in parts)
     if run.holds_whole_gradients and not goes_on:  # activations are fullest before the first of them
         behind = wide * _num_whole([part for part in parts if part.block >= model.num_blocks])
         # A message is made whole with its first gradient.
@@ -508,7 +507,7 @@ def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on
     if run.holds_whole_gradients:
         return _Gradients(everything, everything, everything, everything, own, 0)
     after = [part for part in parts if part.block >= 0]
-    behind_embedding = wide * (_num_updated(after) if sharded else _num_whole(after))
+    behind_embedding = wide * sum(part.num_updated if sharded else part.num_summed for part in after)
     if run.zero < 3 and run.num_gradient_ranks == 1:  # no messages: those of what the backward has left
         blocks = {part.block for part in parts if 0 <= part.block < model.num_blocks} or {-1}
         first, first_block = (
@@ -516,10 +515,6 @@ def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on
         )
         return _Gradients(0, first, first_block, everything, own, 0)
     if not sharded or run.shard_ranks == 1:
-        if run.zero == 1 and not any(
-            part.experts for part in parts
-        ):  # a rank's rows stand in the whole message, padded
-            own = wide * run.shard_ranks * _num_updated(parts)
         return _Gradients(0, message, min(behind_embedding + message, everything), everything, own, 0)
     # One message is filled while the one before it travels; what is left of a message is its shard.
     moving = min(everything, 2 * message)
@@ -527,8 +522,8 @@ def _gradient_bytes(model: ModelShape, parts: list[Part], run: RunShape, goes_on
     # FSDP2 adds a unit's to those of earlier microbatches as they come, ZeRO-2 all of them when all are there.
     new = (0, 0, 0) if earlier and run.zero == 3 else (0, behind_embedding, own)
     first, first_block, whole = (earlier + n + moving for n in new)
-    if run.zero == 3:  # where activations are fullest, the last block's have just come
-        first -= moving - min(everything, message)
+    if run.zero == 3:  # where activations are fullest, the last block's have just come, and are in no message yet
+        first += wide * max((part.num_whole for part in _blocks(model, parts)), default=0) - moving
     return _Gradients(earlier, first, first_block, whole, own, message)
 
 
@@ -541,12 +536,25 @@ def _compressed_gradient_bytes(model: ModelShape, parts: list[Part], run: RunSha
     return replace(found, own=found.own - run.wide_bytes * others * model.compressed(run).updated)
 
 
-def _largest_message(model: ModelShape, parts: list[Part], run: RunShape) -> int:
-    """Elements that are reduced together: a bucket of about BUCKET_BYTES, or at ZeRO-3 a block or all outside them."""
+def _largest_sum(model: ModelShape, parts: list[Part], run: RunShape) -> int:
+    """Elements of the largest message of gradients: those that are compressed go in none."""
     if run.zero == 3:
         return max(_units(model, parts).values())
-    largest = max(max(part.whole) for part in parts)
-    return min(_num_whole(parts), max(largest, BUCKET_BYTES // run.wide_bytes))
+    return max((size for (_, is_compressed), size in _messages(parts, run) if not is_compressed), default=0)
+
+
+def _messages(parts: list[Part], run: RunShape) -> Iterator[tuple[tuple[bool, bool], int]]:
+    """(its kind, its elements with those that fill ragged rows) of each message, cut as by `core.parallel.data`."""
+    filling: dict[tuple[bool, bool], tuple[int, int]] = {}
+    for part in reversed(parts):
+        for kind, whole, slot in zip(reversed(part.kinds), reversed(part.whole), reversed(part.slots), strict=True):
+            size, room = filling.get(kind, (0, 0))
+            if run.wide_bytes * whole > room:
+                if size:
+                    yield kind, size
+                size, room = 0, BUCKET_BYTES
+            filling[kind] = size + slot, room - run.wide_bytes * whole
+    yield from ((kind, size) for kind, (size, _) in filling.items())
 
 
 def _units(model: ModelShape, parts: list[Part]) -> dict[int, int]:
@@ -554,7 +562,7 @@ def _units(model: ModelShape, parts: list[Part]) -> dict[int, int]:
     units = {-1: 0}
     for part in parts:
         unit = part.block if 0 <= part.block < model.num_blocks else -1
-        units[unit] = units.get(unit, 0) + part.num_whole
+        units[unit] = units.get(unit, 0) + part.num_sent
     return units
 
 
@@ -565,8 +573,14 @@ def _outside_gathered_bytes(model: ModelShape, parts: list[Part], run: RunShape)
 
 def _blocks_gathered_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
     """ZeRO-3: the block that computes and the one that is fetched ahead, which behind the last one there is not."""
-    blocks = (elements for block, elements in _units(model, parts).items() if block >= 0)
-    return 2 * run.width_bytes * max(blocks, default=0) if run.zero == 3 else 0
+    return (
+        2 * run.width_bytes * max((part.num_sent for part in _blocks(model, parts)), default=0) if run.zero == 3 else 0
+    )
+
+
+def _blocks(model: ModelShape, parts: list[Part]) -> list[Part]:
+    """The parts that are blocks."""
+    return [part for part in parts if 0 <= part.block < model.num_blocks]
 
 
 def _second_copy_bytes(parts: list[Part], run: RunShape) -> int:
@@ -581,11 +595,11 @@ def _kernel_scratch(parts: list[Part], run: RunShape) -> int:
     return run.wide_bytes * elements[run.optimizer_kernel]
 
 
-def _sent_bytes(model: ModelShape, parts: list[Part], run: RunShape) -> int:
+def _sent_bytes(parts: list[Part], run: RunShape) -> int:
     """A bucket of updated parameters on its way to all: this rank's part and the whole."""
     if run.zero not in (1, 2) or run.shard_ranks == 1:
         return 0
-    elements = _largest_message(model, parts, run)
+    elements = max(size for _, size in _messages(parts, run))
     whole = run.width_bytes * elements
     return whole + whole // run.shard_ranks + _coding_bytes(elements, run.comm.weights, 4)
 

@@ -63,7 +63,8 @@ class Part:
     updated  what its optimizer updates
     experts  elements of `whole` that are experts'
     state    bytes of the optimizer's state
-    padded   elements of a message of all ranks' rows, each rank's as many as the largest
+    slots    in a message of all ranks' rows, of which each has as many as the largest
+    kinds    (is of experts, its gradient is compressed); what a message has is of one kind
     """
 
     block: int
@@ -71,7 +72,8 @@ class Part:
     updated: tuple[int, ...]
     experts: int = 0
     state: int = 0
-    padded: int = 0
+    slots: tuple[int, ...] = ()
+    kinds: tuple[tuple[bool, bool], ...] = ()
 
     @cached_property
     def num_whole(self) -> int:
@@ -80,6 +82,16 @@ class Part:
     @cached_property
     def num_updated(self) -> int:
         return sum(self.updated)
+
+    @cached_property
+    def num_sent(self) -> int:
+        return sum(self.slots)
+
+    @cached_property
+    def num_summed(self) -> int:
+        """Elements of whole gradients: in messages, or where they are compressed, each a tensor of its own."""
+        each = zip(self.kinds, self.whole, self.slots, strict=True)
+        return sum(whole if is_compressed else slot for (_, is_compressed), whole, slot in each)
 
 
 class Compressed(NamedTuple):
@@ -220,7 +232,7 @@ class ModelShape:
 
     def parts(self, run: RunShape) -> tuple[Part, ...]:
         """The parts of all ranks of a pipeline, in their order."""
-        key = "parts", run.mesh, run.zero, run.optimizer, run.wide_bytes
+        key = "parts", run.mesh, run.zero, run.comm, run.optimizer, run.wide_bytes
         return self.once(key, lambda: self._all_parts(run))
 
     def _all_parts(self, run: RunShape) -> tuple[Part, ...]:
@@ -259,10 +271,11 @@ class ModelShape:
             state += beside_bytes(run.optimizer, seen, run.wide_bytes, role)
         experts = sum(n for n, weight in zip(whole, weights, strict=True) if weight.experts)
         own = tuple(map(math.prod, updated))
-        padded = sum(
-            n * run.shard_ranks // (run.ep if weight.experts else 1) for n, weight in zip(own, weights, strict=True)
-        )
-        return Part(block, tuple(whole), own, experts, state, padded)
+        slots, kinds = tuple(whole), tuple((weight.experts, takes(weight.shape, run.comm)) for weight in weights)
+        if run.zero:
+            ranks = run.shard_ranks
+            slots = tuple(n * (ranks // run.ep if expert else ranks) for n, (expert, _) in zip(own, kinds, strict=True))
+        return Part(block, tuple(whole), own, experts, state, slots, kinds)
 
     def held(self, weight: Weight, run: RunShape) -> tuple[int, ...]:
         """The largest part of a weight that a rank computes with."""

@@ -22,6 +22,9 @@ RUNS = {
     "ZeRO 3 between copies": "--nproc 4 --zero 3 --mesh.dp-replicate 2 --recompute.mode full --microbatch 3",
     "ZeRO 3, reduced each time": f"--nproc 2 --zero 3 --microbatch 3 --reduce-each {WIDE}",
     "ZeRO 2, reduced each time, wide": f"--nproc 2 --zero 2 --microbatch 3 --reduce-each {WIDE}",
+    "more ranks than rows": "--nproc 48 --zero 2 --data.global-batch 48",
+    "few more rows than ranks": "--nproc 24 --zero 1 --data.global-batch 24",
+    "rows that fill units": "--nproc 48 --zero 3 --data.global-batch 48",
     "experts": "--recipe debug_moe --nproc 4 --mesh.ep 2 --zero 1",
     "tensor": "--nproc 4 --mesh.tp 2 --recompute.mode full --zero 1",
     "a square": "--nproc 8 --mesh.tp 4 --mesh.tp-mode 2d --zero 2",
@@ -57,6 +60,8 @@ LONGER = (
     "stages in turns",
     "heads for sequence",
     "stages",
+    "few more rows than ranks",
+    "rows that fill units",
 )
 
 
