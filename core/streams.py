@@ -1,6 +1,6 @@
 """Streams of a GPU and the events that order them. On a CPU all happens at once, and nothing here does anything."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -47,6 +47,12 @@ class DeviceStreams:
         """Let the current stream wait."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give their memory, which another stream has made, to nobody before the current stream is done with them."""
+        if self.on_cuda:
+            for tensor in tensors:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def host_waits(self, event: torch.cuda.Event | None) -> None:
         """Return when the event has happened, in whatever thread."""

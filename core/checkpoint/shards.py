@@ -139,16 +139,18 @@ class Staging:
 
     def copy(self, boxes: Iterable[tuple[MetadataIndex, Shard]]) -> None:
         """Put a copy in the place of each box of a shard; returns when the copies are made."""
-        kept = {}
+        kept, on_gpus = {}, set[torch.device]()
         for index, shard in boxes:
             assert index.offset is not None
             value = shard.boxes[index.offset]
             kept[index] = self._buffer(index, value)
             kept[index].copy_(value, non_blocking=True)
+            if value.is_cuda:
+                on_gpus.add(value.device)
             shard.boxes[index.offset] = kept[index]
         self._buffers = kept
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        for device in on_gpus:
+            torch.cuda.current_stream(device).synchronize()
 
     def _buffer(self, index: MetadataIndex, data: Tensor) -> Tensor:
         buffer = self._buffers.get(index)

@@ -741,6 +741,7 @@ class GeminiReplicas(DataParallel):
         super().release()
         if self.executor is not None:
             self.hooks.used.clear()
+            self.executor.transport.forget()
         for chunk in self.chunks:
             chunk.has_grad = False
         if self.disk is not None:

@@ -144,8 +144,8 @@ class Transport:
                 self._add(chunk, self._reduce(chunk, gradients, ready), chunk.members)
             elif ready:
                 self._add(chunk, gradients, ready)
-            if self.streams.on_cuda and chunk.aside is not None:
-                chunk.aside.record_stream(torch.cuda.current_stream())
+            if chunk.aside is not None:
+                self.streams.keep([chunk.aside])
             if chunk.waits is not None and (ready or chunk.sharers.sends):
                 chunk.waits.send(chunk)
         chunk.drop_aside()
@@ -226,6 +226,14 @@ class Transport:
         memory = chunk.grad.untyped_storage().data_ptr()  # what arrives may be a part of it
         while any(arrival.grad.untyped_storage().data_ptr() == memory for arrival in self._arriving):
             self._land(self._arriving.popleft())
+
+    def forget(self) -> None:
+        """No gradient that is on its way counts: the step was given up."""
+        while self._arriving:
+            arrival = self._arriving.popleft()
+            arrival.event.synchronize()  # until then its place is not free
+            if arrival.values is not None:
+                self._landing.give(arrival.values)
 
     def finish(self) -> None:
         """Return when every gradient is in its shard."""

@@ -22,14 +22,20 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 @lru_cache(maxsize=256)
 def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """int64 [tensors, columns] on the device."""
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return _sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
 
 
 @lru_cache(maxsize=256)
 def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [programs]: counts[i] programs work on tensor i."""
     repeats = torch.tensor(counts, dtype=torch.int64, device="cpu")
-    return torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(repeats).to(device)
+    numbers = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+    return _sent(numbers.repeat_interleave(repeats, output_size=sum(counts)), device)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait: what gradients' addresses are part of goes in every step in which these differ."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def starts(counts: Sequence[int]) -> list[int]:

@@ -206,34 +206,35 @@ class _Arriving:
         work: Callable[[], _Sum],
         due: int,
         beside: tuple[DeviceStreams, torch.cuda.Stream | None],
-        after: "_Arriving | None" = None,
+        after: threading.Thread | None = None,
     ):
-        self.due, self._work, self._after = due, work, after
+        self.due = due
         self._streams, self._stream = beside
         self._given, self._made = self._streams.mark(), None
         self._result: _Sum | None = None
         self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="outer sum", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(work, after), name="outer sum", daemon=True)
+        self.thread.start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], _Sum], after: threading.Thread | None) -> None:
         try:
-            if self._after is not None:
-                self._after._thread.join()
-                self._after = None
+            if after is not None:
+                after.join()
             take_device(self._streams.device)
             with self._streams.inside(self._stream):
                 self._streams.wait(self._given)
-                self._result = self._work()
+                self._result = work()
                 self._made = self._streams.mark()
         except Exception as failed:  # told by who waits for it
             self._failed = failed
 
     def wait(self) -> _Sum:
-        self._thread.join()
+        self.thread.join()
         if self._result is None:
             raise RuntimeError("the sum over workers has failed") from self._failed
         self._streams.wait(self._made)
+        told, means, buffers, lost = self._result
+        self._streams.keep(tensor for tensor in (told, *means, buffers, lost) if tensor is not None)
         return self._result
 
 
@@ -283,7 +284,7 @@ class LocalTraining:
         self._stop, self._sent = False, 0.0
         self._lost: Tensor | None = None
         self._others: tuple[int, Callable[[Tensor], Tensor]] | None = None
-        self._latest: _Arriving | None = None
+        self._latest: threading.Thread | None = None
         streams = DeviceStreams(parallel.device)
         self._beside = streams, streams.another() if config.overlap else None
         self.ends_elsewhere = False
@@ -399,7 +400,8 @@ class LocalTraining:
             work = self._send(fragment, self._reports(fragment, step))
             if self.config.overlap and not is_last:
                 due = step + 1 + self.config.overlap
-                self._latest = fragment.arriving = _Arriving(work, due, self._beside, self._latest)
+                fragment.arriving = _Arriving(work, due, self._beside, self._latest)
+                self._latest = fragment.arriving.thread
             else:
                 found.append(self._take(fragment, work(), 0.0))
         if not found:

@@ -1,10 +1,12 @@
 """The optimizers' kernels over several steps: against torch.optim, and rounding at random by its statistics."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.kernels import adafactor as adafactor_module
 from core.kernels.adafactor import adafactor
@@ -13,8 +15,9 @@ from core.kernels.adamw8bit import adamw_8bit
 from core.kernels.adamw8bit import reference as adamw_8bit_reference
 from core.kernels.blockwise import BLOCK, code_tables, quantize
 from core.kernels.operator import forced
-from core.kernels.tensor_lists import table
+from core.kernels.tensor_lists import owners, table
 from tests.support.device import DEVICE
+from tests.support.fake_gpu import fake_gpu
 
 pytestmark = pytest.mark.usefixtures("device")
 SHAPES = [(5, 7), (3,), (2, 3, 4), ()]
@@ -310,6 +313,31 @@ def test_shapes_that_are_not_those_of_adamw_in_8_bits(wrong: int) -> None:
     given[wrong] = given[wrong][:, 1:]
     with pytest.raises(ValueError, match="adamw_8bit: shapes"):
         adamw_8bit(*([t] for t in given), step=1)
+
+
+class Copies(TorchDispatchMode):
+    """done  (whether it is pinned, whether the host goes on) of each copy from the host"""
+
+    def __init__(self, pinned: Callable[[Tensor], bool]):
+        super().__init__()
+        self.pinned, self.done = pinned, list[tuple[bool, bool]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and torch.device(kwargs["device"]).type != "cpu":
+            self.done.append((self.pinned(args[0]), bool(kwargs.get("non_blocking"))))
+        return func(*args, **kwargs)
+
+
+def test_tables_are_sent_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses of gradients are in them, which may differ in each step; the GPU is not there."""
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: pinned.append(x.clone()) or pinned[-1])
+    gpu = torch.device("cuda")
+    with fake_gpu(), Copies(lambda x: any(x is one for one in pinned)) as copies:
+        sent = table.__wrapped__(((1, 2), (3, 4)), gpu), owners.__wrapped__((3, 1), gpu)
+    assert [x.dtype for x in sent] == [torch.int64, torch.int32]
+    assert copies.done == [(True, True)] * 2
 
 
 def test_a_step_of_adafactor_sends_no_table_that_a_step_before_it_sent() -> None:

@@ -122,6 +122,15 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, open_checkpointer, m
     assert same(loaded, tensors)
 
 
+def test_what_lies_on_the_host_asks_nothing_of_a_gpu_beside_it(tmp_path, open_checkpointer, monkeypatch):
+    """A question would make a context on the first GPU, which takes half a gigabyte of it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("a stream of a GPU was asked for"))
+    checkpointer = open_checkpointer(tmp_path)
+    checkpointer.save(1, some_tensors(), {}, {})
+    checkpointer.wait()
+
+
 def test_buffers_are_reused_from_save_to_save(tmp_path, open_checkpointer):
     checkpointer = open_checkpointer(tmp_path)
     addresses = []

@@ -1,7 +1,7 @@
 """What threads and loops ask of a GPU that is not there: whose device they are of, what they wait for, how often."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from core import runtime
 from core.config import UserError
 from core.data import Prefetch
 from core.parallel.compress import CommConfig
-from core.parallel.local import _Arriving
+from core.parallel.local import _Arriving, _Sum
 from core.parallel.sparse import RandomK
 from core.runtime import start
 from core.streams import DeviceStreams
@@ -88,13 +88,17 @@ class Streams(DeviceStreams):
     def wait(self, event: Any) -> None:
         self.said.append(f"{self._inside} waits for {event}")
 
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        self.said.append(f"{self._inside} keeps {[int(x) for x in tensors]}")
+
 
 def test_an_average_is_made_in_a_stream_of_its_own() -> None:
-    """It begins behind what computes the ways, and computing waits for it where it is taken."""
-    streams = Streams()
-    arriving = _Arriving(lambda: streams.said.append("work") or "sum", 3, (streams, "aside"))  # pyright: ignore
-    assert arriving.wait() == "sum"
-    assert streams.said == ["mark in computing", "aside waits for 1", "work", "mark in aside", "computing waits for 4"]
+    """It begins behind what computes the ways, and computing waits for it where it is taken, and keeps its memory."""
+    streams, found = Streams(), _Sum(torch.tensor(1), [torch.tensor(2), torch.tensor(3)], torch.tensor(4))
+    arriving = _Arriving(lambda: streams.said.append("work") or found, 3, (streams, "aside"))  # pyright: ignore
+    assert arriving.wait() is found
+    begins = ["mark in computing", "aside waits for 1", "work", "mark in aside"]
+    assert streams.said == [*begins, "computing waits for 4", "computing keeps [1, 2, 3, 4]"]
 
 
 @pytest.mark.parametrize("launched", [True, False])

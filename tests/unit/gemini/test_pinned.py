@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from core.config import UserError
+from core.gemini import wrap
 from core.gemini.chunk import Chunk, Member
 from core.gemini.planning import probe_bytes
 from core.gemini.tier import DeviceTier
@@ -135,6 +136,72 @@ def test_gradients_of_microbatches_add_up_in_two_places(driver: Driver, dtype: t
     transport.finish()
     assert len(driver.pages) == 2  # which are used again
     assert float(chunk.make_grad()[0]) == 16.0
+
+
+def test_gradients_of_a_step_that_is_given_up_are_forgotten_as_they_arrive(driver: Driver) -> None:
+    chunk, streams = chunk_of(torch.float32), Waits()
+    transport = Transport.__new__(Transport)
+    transport.tier, transport.streams = DeviceTier(1 << 30), streams  # pyright: ignore[reportAttributeAccessIssue]
+    Transport.begin(transport, [chunk])
+    for value in (1.0, float("nan")):
+        transport._add(chunk, torch.full((chunk.own_elements,), value), chunk.members)
+    transport.forget()
+    assert streams.waited == [1, 2]  # what is on its way needs its place until then
+    chunk.has_grad = False
+    for value in (5.0, 2.0):
+        transport._add(chunk, torch.full((chunk.own_elements,), value), chunk.members)
+    transport.finish()
+    assert torch.equal(chunk.make_grad(), torch.full((chunk.own_elements,), 7.0))
+    assert len(driver.pages) == 1  # a place beside it, given back and used again
+
+
+class SendsHome(Waits):
+    """Streams of a CPU, but that gradients go to the host as they do from a GPU."""
+
+    def __init__(self, streams: Any):
+        super().__init__()
+        self._streams = streams
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streams, name)
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def keep(self, tensors: Any) -> None:
+        pass
+
+
+def test_a_step_that_is_given_up_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.pinned.host_empty", lambda n, dtype, pinned: torch.empty(n, dtype=dtype))
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), torch.randn(4, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    gemini = wrap(model, optimizer, "200KiB", sample=lambda: lambda m: m(x).square().mean(), device="cpu")
+    executor: Any = gemini.parallel.executor
+    assert not all(chunk.resident for chunk in gemini.parallel.chunks)
+    executor.transport.streams = executor.streams = streams = SendsHome(executor.streams)
+
+    def backward(factor: float) -> None:
+        (model(x) * factor).square().mean().backward()
+
+    def gradients() -> list[Tensor]:
+        backward(1.0)
+        backward(2.0)
+        gemini.reduce()
+        found = [master.grad.clone() for master in gemini.parallel.masters.values() if master.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    wanted = gradients()
+    assert streams.marks
+    backward(1.0)
+    backward(float("nan"))
+    optimizer.zero_grad()
+    found = gradients()
+    assert len(found) == len(wanted) == 16
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_what_shards_take_of_the_host_is_what_a_plan_counts(driver: Driver) -> None:
