@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.config import UserError
 from core.files import replace_file
@@ -202,6 +202,12 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
         if (found := re.search(r"os error (\d+)", str(error))) is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
+def persistent_buffers(model: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
+    """name -> buffer of those that are part of the model's state; one that modules share once, or by every name."""
+    persistent = model.state_dict(keep_vars=True)
+    return {n: buffer for n, buffer in model.named_buffers(remove_duplicate=not every_name) if n in persistent}
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

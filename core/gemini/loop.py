@@ -26,10 +26,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import local
 from types import MethodType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -48,12 +50,15 @@ from core.optim.hessian_free import HessianFree
 from core.optim.home import WholeMatrixOptimizer
 from core.optim.sharded import ShardedOptimizer
 from core.parallel.rows import own_rows
-from core.precision import Precision
+from core.precision import COMPUTE_DTYPE, Precision
 from core.rng import rng_text, set_rng_text
 from core.runtime import join
+from core.weights import persistent_buffers
 
 RUN = "core.gemini.wrap"
 """What the records of a folder are of, where no run folder says it."""
+RNG, BUFFER = "rng", "buffer/"
+"""Keys in what is kept beside a step: the random generators' state as text, and before the names of buffers."""
 
 
 class Gemini:
@@ -107,18 +112,25 @@ class Gemini:
         self._is_reduced = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """name -> whole value on the host, in the masters' format; a collective where chunks are sharded."""
+        """What the model's own `state_dict` would have: whole values on the host, parameters in the masters' format.
+
+        Buffers are this rank's. A collective where chunks are sharded.
+        """
         if self.parallel.disk is not None:
             self.confirm()
+        model = self.parallel.model
         found = {**self.parallel.frozen, **self.parallel.masters}
         whole = {name: full_tensor(value).cpu() for name, value in found.items()}
         if self.parallel.disk is not None:
             whole = {name: value.clone() for name, value in whole.items()}  # what lies on the disk is mapped
             self.parallel.disk.forget()
-        return whole
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            whole[name] = whole[first[id(parameter)]]
+        return whole | {name: b.detach().cpu() for name, b in persistent_buffers(model, every_name=True).items()}
 
     def resume(self) -> tuple[int, dict[str, Any]]:
-        """Take over the last step that the disk has of every rank, with the state of random generators as it was then.
+        """Take over the last step that the disk has of every rank, with buffers and random generators as they were.
 
         Returns the number of steps that it has taken and what `commit` was given beside it; (0, {}) where the disk has
         none. Before the first step. A collective.  Raises UserError where the folder is of a run of another kind, or of
@@ -134,12 +146,12 @@ class Gemini:
             raise UserError(f"gemini.wrap: disk={durable.folder} holds step {step} of {run}; give another folder")
         with durable.loading(), torch.no_grad():
             values, blob = durable.restore(step)
+            self._set_beside(blob, f"gemini.wrap: step {step} in disk={durable.folder}")
             self.parallel.publish()
-        set_rng_text(json.loads(blob))
         return step, values
 
     def commit(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """Begin to make masters and the optimizer's state durable as those after so many steps.
+        """Begin to make masters, the optimizer's state, and buffers durable as those after so many steps.
 
         They are when the next step's updates begin, or `confirm` or `close` return: a process that is killed from then
         on goes on from it. What is written meanwhile is so beside the next forward and backward.
@@ -155,7 +167,27 @@ class Gemini:
                 "step, or give another folder"
             )
         self._has_resumed = True
-        durable.commit(step, RUN, dict(values or {}), json.dumps(rng_text()).encode())
+        durable.commit(step, RUN, dict(values or {}), self._beside())
+
+    def _beside(self) -> bytes:
+        """What a step is besides masters and the optimizer's state, as a file of safetensors."""
+        buffers = persistent_buffers(self.parallel.model)
+        kept = {f"{BUFFER}{name}": buffer.detach().cpu().contiguous().clone() for name, buffer in buffers.items()}
+        return save(kept | {RNG: torch.frombuffer(bytearray(json.dumps(rng_text()).encode()), dtype=torch.uint8)})
+
+    def _set_beside(self, blob: bytes, where: str) -> None:
+        buffers = persistent_buffers(self.parallel.model)
+        try:
+            found = load(blob)
+        except SafetensorError as error:
+            raise UserError(f"{where} is of a version that kept no buffers; go on with that one") from error
+        random = found.pop(RNG).numpy().tobytes()
+        alike = {f"{BUFFER}{name}": buffer.shape for name, buffer in buffers.items()}
+        if alike != {name: kept.shape for name, kept in found.items()}:
+            raise UserError(f"{where} is of a model with other buffers ({', '.join(found) or 'none'}); give that one")
+        for name, buffer in buffers.items():
+            buffer.copy_(found[f"{BUFFER}{name}"])
+        set_rng_text(json.loads(random))
 
     def confirm(self) -> None:
         """Return when the last step that was committed is durable.  A collective."""
@@ -214,7 +246,7 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     budget: str | int,
     *,
-    precision: Precision = "fp32",
+    precision: Precision | None = None,
     mesh: DeviceMesh | None = None,
     sample: Callable[[], Callable[[nn.Module], Tensor]] | None = None,
     host: str | int | None = None,
@@ -225,9 +257,11 @@ def wrap(
     """Train `model` in `budget` bytes of a device, with the optimizer that was made of its parameters.
 
     model      any nn.Module that has values; it stays the same object, with the same parameters
-    optimizer  any of core.optim, or an elementwise one of torch, with its state; from now on it updates masters
+    optimizer  any of core.optim, or an elementwise one of torch, with its state; from now on it updates masters.
+               Parameters that are frozen may be among its own
     budget     of each rank's device: "10GiB", "800MB", a number of bytes
-    precision  of parameters and activations; masters, optimizer state and reductions are fp32, under fp64 fp64
+    precision  of parameters, by default that which they have; masters, optimizer state and reductions are fp32, under
+               fp64 fp64
     mesh       the ranks; by default all of the process group, over which chunks are sharded
     sample     draws a microbatch and returns the function model -> loss of it: with it a step is planned before it runs
     host       of each rank's host memory what may live there: as a budget; None: no limit
@@ -239,7 +273,7 @@ def wrap(
     A KFAC is told of the model by `observe` as ever, before its step.
 
     Raises UserError for a budget in which no step fits, for an optimizer whose state cannot be cut, for HessianFree,
-    and for a folder that is no drive's or another's.
+    for parameters of several formats without a precision, and for a folder that is no drive's or another's.
     """
     if isinstance(optimizer, HessianFree):
         raise UserError(
@@ -255,6 +289,7 @@ def wrap(
         raise UserError(
             "gemini.wrap: the optimizer has parameters that are not the model's; give it model.parameters()"
         )
+    precision = precision or _precision_of(model)
     own = {id(p): own_part(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     values = {key: tensor.data for key, tensor in own.items()}
     config = GeminiConfig(
@@ -267,7 +302,7 @@ def wrap(
     state, replaced = dict(optimizer.state), dict[Tensor, Tensor]()
     try:
         for group in optimizer.param_groups:
-            for p in group["params"]:
+            for p in filter(lambda p: names[id(p)] in parallel.masters, group["params"]):
                 dtype = values[id(p)].dtype
                 replaced[p] = _replaced(optimizer, p, dtype, parallel.masters[names[id(p)]], parallel)
         _put(optimizer, replaced)
@@ -283,6 +318,22 @@ def wrap(
         optimizer.state.update(state)
         raise
     return Gemini(parallel, optimizer)
+
+
+def _precision_of(model: nn.Module) -> Precision:
+    """Raises UserError where parameters have several formats, or one that none is called after."""
+    named: dict[torch.dtype, Precision] = {COMPUTE_DTYPE[name]: name for name in get_args(Precision)}
+    found: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            found.setdefault(parameter.dtype, name)
+    if len(found) > 1 or not found.keys() <= named.keys():
+        formats = ", ".join(f"{name} of {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+        raise UserError(
+            f"gemini.wrap: the model has {formats}; give precision= ({', '.join(get_args(Precision))}), which all "
+            "parameters then have"
+        )
+    return named[next(iter(found))] if found else "fp32"
 
 
 def _refuse_state(state_dict: Any) -> None:

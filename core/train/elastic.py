@@ -56,6 +56,7 @@ from core.train.config import TrainConfig
 from core.train.folder import dotted, nothing_to_do, run_log, write_config
 from core.train.meter import Meter
 from core.train.state import TrainState, resume
+from core.weights import persistent_buffers
 
 GROUP_S = 60.0
 """for a message between replicas that have all arrived"""
@@ -476,7 +477,7 @@ class Run:
     def _put_back(self) -> Iterator[None]:
         """Put buffers and random generators back where a step is not taken."""
         random = rng_text()
-        buffers = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in persistent_buffers(self.parallel.model).values()]
         try:
             yield
         except Aborted:
@@ -486,10 +487,6 @@ class Run:
                 for buffer, before in buffers:
                     buffer.copy_(before)
             raise
-
-    def _buffers(self) -> list[Tensor]:
-        persistent = self.parallel.model.state_dict(keep_vars=True)
-        return [buffer for name, buffer in self.parallel.model.named_buffers() if name in persistent]
 
     def _row(self, row: dict[str, Any], generation: Generation, dealt: dict[int, range]) -> dict[str, Any]:
         """The row of metrics of a step that has just been taken."""

@@ -34,6 +34,7 @@ from core.train.config import TrainConfig
 from core.train.curvature import Curvature
 from core.train.folder import changes, checkpoint_path
 from core.train.noise import NoiseScale
+from core.weights import persistent_buffers
 
 BUFFER = "buffer/"
 MOST_SKIPPED_IN_A_ROW = 20
@@ -115,7 +116,7 @@ class TrainState:
         found |= {f"stashed/{name}": parameter for name, parameter in self.parallel.stashed.items()}
         for key, state in self.parallel.correction.tensors.items():
             found |= {f"correction/{key}/{name}": value for name, value in state.items()}
-        found |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
+        found |= {f"{BUFFER}{name}": b for name, b in persistent_buffers(self.parallel.model).items()}
         for name, state in (self._optimizer_tensors() if optim is None else optim).items():
             found |= {f"optim/{key}/{name}": value for key, value in state.items()}
         found |= {f"comm/{name}": value for name, value in comm.items()}
@@ -159,7 +160,8 @@ class TrainState:
         durable = self.parallel.durable
         if durable is None or (step % durable.every and step < config.steps and not self.stopping):
             return
-        blob = encode_rank_values(rng_state() | {f"{BUFFER}{name}": b for name, b in self._buffers().items()})
+        buffers = persistent_buffers(self.parallel.model)
+        blob = encode_rank_values(rng_state() | {f"{BUFFER}{name}": b for name, b in buffers.items()})
         durable.commit(step, run_of(config), self.record(), blob)
         if step == config.steps or self.stopping:
             durable.confirm()
@@ -172,18 +174,13 @@ class TrainState:
             values, blob = durable.restore(step)
             self._require_schedule(values)
             found = decode_rank_values(blob)
-            for name, buffer in self._buffers().items():
+            for name, buffer in persistent_buffers(self.parallel.model).items():
                 kept = found.pop(f"{BUFFER}{name}")
                 assert isinstance(kept, Tensor)
                 buffer.copy_(kept)
             self.parallel.publish()
         self._take_over(values, found)
         return step
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """The model's buffers that are part of its state."""
-        persistent = self.parallel.model.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self.parallel.model.named_buffers() if name in persistent}
 
     def load(self, checkpointer: Checkpointer, at: Path | None) -> int:
         """Take over a checkpoint, of whatever mesh.  Returns its step.

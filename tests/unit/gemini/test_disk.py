@@ -16,6 +16,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from core.config import UserError
 from core.files import Damaged
@@ -598,6 +599,69 @@ def test_a_loop_of_ones_own_stops_and_goes_on(tmp_path: Path, begun: list[str], 
     assert all(torch.equal(values[name], value) for name, value in expected.values.items())
     assert ("_give_up" in begun) == bool(recompute)
     assert recompute or "accept" in begun
+
+
+class WithBuffers(nn.Module):
+    """Batch norms, one of them twice, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*[nn.Linear(40, 40) for _ in range(17)])
+        self.norm = nn.BatchNorm1d(40)
+        self.again = self.norm
+        self.frozen = nn.Linear(40, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.again(self.norm(self.inner(x)))).square().mean()
+
+
+def with_buffers(folder: Path | None, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = WithBuffers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    gemini = None
+    if folder is not None:
+        gemini = wrap(model, optimizer, "60KB", host="200KB", disk=folder, device="cpu")
+    first, losses = gemini.resume()[0] if gemini else 0, []
+    for step in range(first, steps):
+        loss = model(torch.randn(8, 40, generator=torch.Generator().manual_seed(step)) * 2 + 3)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if gemini is not None:
+            gemini.commit(step + 1)
+    if gemini is None:
+        return losses, dict(model.state_dict())
+    assert gemini.parallel.disk is not None
+    assert gemini.parallel.disk.away
+    values = gemini.state_dict()
+    gemini.close()
+    return losses, values
+
+
+def test_buffers_go_with_a_step(tmp_path: Path) -> None:
+    expected, whole = with_buffers(None, 4)
+    losses, _ = with_buffers(tmp_path / "disk", 2)
+    more, values = with_buffers(tmp_path / "disk", 4)
+    assert losses + more == expected
+    assert values.keys() == whole.keys()
+    assert all(torch.equal(values[name], value) for name, value in whole.items())
+    assert int(whole["norm.num_batches_tracked"]) == 8
+    WithBuffers().load_state_dict(values)
+
+
+def test_a_model_with_other_buffers_is_refused(tmp_path: Path) -> None:
+    with_buffers(tmp_path / "disk", 1)
+    model = WithBuffers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = wrap(model, optimizer, "60KB", host="200KB", disk=tmp_path / "disk", device="cpu")
+    try:
+        model.norm.register_buffer("more", torch.zeros(3))
+        with pytest.raises(UserError, match=r"step 1 in .* is of a model with other buffers \(buffer/.*; give"):
+            held.resume()
+    finally:
+        held.close()
 
 
 def test_what_a_loop_with_a_disk_refuses(tmp_path: Path) -> None:

@@ -536,6 +536,85 @@ def test_what_cannot_work_is_refused() -> None:
         wrap(model, adamw(Net().parameters()), "1MB")
 
 
+class Bare(nn.Module):
+    """Two layers whose inputs must be of their format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_parameters_stay_what_they_are(dtype: torch.dtype) -> None:
+    model = Bare().to(dtype)
+    gemini = wrap(model, optimizer := adamw(model.parameters()), TIGHT)
+    model(torch.ones(3, 8, dtype=dtype)).backward()
+    optimizer.step()
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {value.dtype for value in gemini.state_dict().values()} == {wide}
+
+
+def test_parameters_of_several_formats_are_refused_by_name() -> None:
+    model = Bare()
+    model.last.double()
+    optimizer = adamw(model.parameters())
+    said = r"the model has first.weight of float32, last.weight of float64; give precision= \(fp64, fp32, bf16, fp16\)"
+    with pytest.raises(UserError, match=said):
+        wrap(model, optimizer, TIGHT)
+    wrap(model, optimizer, TIGHT, precision="fp64")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize(
+    "make", [adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), Adafactor]
+)
+def test_frozen_parameters_may_be_the_optimizers(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def trained(wraps: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Bare()
+        model.first.weight.requires_grad_(False)
+        optimizer = make(model.parameters())
+        gemini = wrap(model, optimizer, TIGHT) if wraps else None
+        for step in range(3):
+            model(torch.full((3, 8), float(step + 1))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return gemini.state_dict() if gemini else {n: v.detach().clone() for n, v in model.state_dict().items()}
+
+    expected, found = trained(False), trained(True)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.table.weight
+        self.norm = nn.BatchNorm1d(9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.head(self.table(ids))).square().sum()
+
+
+def test_a_state_has_every_name_and_buffers() -> None:
+    model = Tied()
+    names = list(model.state_dict())
+    gemini = wrap(model, optimizer := adamw(model.parameters()), TIGHT)
+    model(torch.arange(9)).backward()
+    optimizer.step()
+    state = gemini.state_dict()
+    assert sorted(state) == sorted(names)
+    (fresh := Tied()).load_state_dict(state)
+    assert torch.equal(fresh.head.weight, gemini.state_dict()["table.weight"])
+    assert torch.equal(fresh.norm.running_var, model.norm.running_var)
+
+
 def test_an_optimizer_in_mid_run_keeps_its_state() -> None:
     def trained(wraps: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -548,7 +627,7 @@ def test_an_optimizer_in_mid_run_keeps_its_state() -> None:
             model.unused(torch.ones(16)).sum().mul(0.0).add(loss(model, batch(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return dict(model.named_parameters()) if gemini is None else gemini.state_dict()
+        return dict(model.state_dict()) if gemini is None else gemini.state_dict()
 
     expected = trained(False)
     for name, value in trained(True).items():
