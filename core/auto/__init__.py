@@ -35,13 +35,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from core.auto.apply import parallelize, plan_of, plans_of
+    from core.auto.costs import Link
     from core.auto.pipelined import clip_grad_norm_
 
-__all__ = ["clip_grad_norm_", "parallelize", "plan_of", "plans_of"]
+_ELSEWHERE = {"Link": "costs", "clip_grad_norm_": "pipelined"}
+__all__ = ["Link", "clip_grad_norm_", "parallelize", "plan_of", "plans_of"]
 
 
 def __getattr__(name: str) -> Any:
     """The solvers go without torch's distributed machinery: it is imported when asked for."""
     if name in __all__:
-        return getattr(import_module("core.auto.pipelined" if name == "clip_grad_norm_" else "core.auto.apply"), name)
+        return getattr(import_module(f"core.auto.{_ELSEWHERE.get(name, 'apply')}"), name)
     raise AttributeError(name)

@@ -419,7 +419,12 @@ class _OfStages(Function):
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients of a parallelized module down to a norm, of all ranks and stages together.  Returns the norm
-    that they had, the same on every rank; a collective of all ranks."""
+    that they had, the same on every rank; a collective of all ranks.  Raises UserError for parameters alone."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            "core.auto.clip_grad_norm_ takes the module, since other stages have a part of its norm; give model, not "
+            "model.parameters()"
+        )
     parameters = list(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = full_tensor(norm) if is_dtensor(norm) else norm

@@ -37,7 +37,7 @@ from core.layout import Layout, is_dtensor, layout_of
 from core.mesh import axis_size, stage_group
 from core.optim.conjugate import solve
 from core.optim.prediction import Drawing
-from core.optim.sharded import Batch, ShardedOptimizer
+from core.optim.sharded import Batch, ShardedOptimizer, trained_by_name
 from core.optim.spec import OptimConfig, OptimizerSpec, Part, check_options, own_values
 
 Closure = Callable[[], tuple[Tensor, Tensor]]
@@ -91,8 +91,7 @@ class HessianFree(ShardedOptimizer):
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         _check(**options)
-        parameters = model.named_parameters() if isinstance(model, nn.Module) else model.items()
-        self._masters: dict[str, Tensor] = {name: p for name, p in parameters if p.requires_grad}
+        self._masters = trained_by_name(model, "HessianFree")
         self._parameters: list[_Held] = []
         self.fallbacks = 0
         self.found: Found | None = None

@@ -58,7 +58,7 @@ from core.optim.kfac_layers import (
 from core.optim.kfac_observer import Observer
 from core.optim.kfac_solve import NotInverted, damped_inverses, eigenbasis, into_basis, times
 from core.optim.roles import Role
-from core.optim.sharded import Batch, Held, ShardedOptimizer, wide_dtype
+from core.optim.sharded import Batch, Held, ShardedOptimizer, trained_by_name, wide_dtype
 from core.optim.spec import (
     OptimConfig,
     OptimizerSpec,
@@ -120,8 +120,7 @@ class KFAC(ShardedOptimizer):
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         _check(**options)
-        parameters = model.named_parameters() if isinstance(model, nn.Module) else model.items()
-        named: dict[str, Tensor] = {name: p for name, p in parameters if p.requires_grad}
+        named = trained_by_name(model, "KFAC")
         self._know(named)
         self._layers: list[Layer] = []
         self._dealt: dict[str, Layout] = {}

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -34,6 +34,17 @@ from core.mesh import device_of
 
 CODES, SCALES = "_codes", "_scales"
 """Endings of the two parts of a state tensor in 8 bits."""
+
+
+def trained_by_name(model: nn.Module | Mapping[str, Tensor], optimizer: str) -> dict[str, Tensor]:
+    """name -> parameter of those that learn.  Raises UserError for what has no names."""
+    if not isinstance(model, nn.Module | Mapping):
+        raise UserError(
+            f"{optimizer} looks at layers, and a {type(model).__name__} has no names of them; give the model, or a "
+            "dict of its named_parameters()"
+        )
+    named = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
 def is_signed(name: str) -> bool:

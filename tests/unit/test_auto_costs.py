@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import core.auto
 from core.auto.costs import COLLECTIVES, Link, bytes_sent, messages_sent, seconds_of
 from core.comm import collectives
 from core.comm.volume import count_volume
@@ -84,3 +86,9 @@ def counted() -> dict[str, float]:
 def test_the_counter_sees_the_bytes_that_the_costs_name(ranks) -> None:
     first, _ = ranks(2).run(counted)
     assert first == {collective: bytes_sent(collective, 8 * 3 * 8, 2) for collective in COLLECTIVES}
+
+
+def test_what_the_documents_take_from_the_package() -> None:
+    assert core.auto.Link is Link
+    with pytest.raises(UserError, match=r"takes the module, .*; give model, not model.parameters\(\)"):
+        core.auto.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ from core.config import UserError
 from core.kernels import cross_entropy
 from core.nn.experts import GroupedLinear
 from core.nn.loss import Head
-from core.optim import KFAC, OptimConfig, build_optimizer
+from core.optim import KFAC, HessianFree, OptimConfig, build_optimizer
 from core.optim.kfac import FACTORS
 from core.optim.kfac_layers import unpacked_factor
 from core.optim.kfac_solve import NotInverted
@@ -467,6 +467,12 @@ def refused(text: str) -> Iterator[None]:
     with pytest.raises(UserError, match=text) as refusal:
         yield
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("make", [KFAC, HessianFree])
+def test_parameters_without_names_are_refused(make: Any) -> None:
+    with pytest.raises(UserError, match=f"{make.__name__} looks at layers, and a generator has no .*give the model"):
+        make(nn.Linear(2, 2).parameters())
 
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:
