@@ -105,8 +105,6 @@ def _plan(
         from apps.serve.compiled import check_compilable  # what it imports, others need not wait for
 
         check_compilable(device, ranks, source.config.moe.num_experts)
-    if config.graphs == "on" and source.config.moe.num_experts:
-        raise UserError(f"{source.name} has experts, whose steps are not captured; leave --engine.graphs out")
     model = source.config
     limits = Limits(
         config.page_size, config.max_batch_tokens, config.prefill_chunk, config.max_running, model.every_window,
@@ -177,19 +175,14 @@ def _build(
     )
 
 
-def captures(config: EngineConfig, model: DecoderConfig, device: str) -> bool:
-    """Return whether a model's steps are captured. One with experts is not: that was never tried."""
-    asked = config.graphs == "on" or (config.graphs == "auto" and torch.device(device).type == "cuda")
-    return asked and not model.moe.num_experts
-
-
 def _capture(
     runner: Runner, config: EngineConfig, model: DecoderConfig, max_length: int, axis: DeviceMesh | None
 ) -> Sampler | None:
     """Compile what steps need, and capture those of decoding alone.  Returns who draws for the runner's `decode`."""
-    if runner.device.type == "cuda":
+    on_gpu = runner.device.type == "cuda"
+    if on_gpu:
         warm_up(runner, config.max_batch_tokens, max_length)
-    if not captures(config, model, str(runner.device)):
+    if config.graphs == "off" or (config.graphs == "auto" and not on_gpu):
         return None
     leads = axis is None or axis.get_local_rank() == 0
     sampler = Sampler(model.vocab_size, runner.machine) if leads else None

@@ -15,6 +15,7 @@ from core.nn.by_kernels import by_kernels
 from core.quant import Scheme, quantize
 from tests.support.serving import Letters, run
 from tests.unit.models.test_pretrained import example, random_decoder
+from tests.unit.serve.test_exact import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 
@@ -54,15 +55,19 @@ def written(
 
 def model(family: str, scheme: Scheme | None = None) -> Decoder:
     """In fp32, and certain of its tokens: two devices add in different orders."""
-    made = random_decoder(example(family, max_length=64)).float()
+    layout, changes = LAYOUTS[family]
+    made = random_decoder(example(layout, max_length=64, **changes)).float()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(1.5)
     return made if scheme is None else quantize(made, scheme, embeddings=True, head=True)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "llama"])
-@pytest.mark.parametrize("num_pages", [100, 18])
+@pytest.mark.parametrize(
+    ("family", "num_pages"),
+    [*((family, num_pages) for family in ("gpt2", "opt", "bloom", "llama") for num_pages in (100, 18)),
+     ("mixtral", 100)],
+)  # fmt: skip
 def test_graphs_write_what_steps_as_they_are_write(device: torch.device, family: str, num_pages: int) -> None:
     greedy = (GREEDY,) * len(PROMPTS)
     wanted = written(model(family), device.type, greedy, num_pages=num_pages)

@@ -9,6 +9,7 @@ what its launches, copies and waits would have been.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,11 +28,15 @@ _ALLOCATES |= {"aten::lift_fresh", "prim::device", "aten::detach", "aten::alias"
 
 
 class Counter(TorchDispatchMode):
-    """What is asked of the device: copies between it and the host, and operators, in graphs and outside."""
+    """What is asked of the device: copies between it and the host, and operators, in graphs and outside.
+
+    captured  names of the operators that are in graphs
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_capturing = False
+        self.captured: set[str] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -69,6 +74,7 @@ class Counter(TorchDispatchMode):
             where.append(what)
         else:
             assert where is not self.copies, f"a copy {what} inside a graph"
+            self.captured.add(what)
 
 
 class FakeGpu(Machine):
@@ -77,7 +83,6 @@ class FakeGpu(Machine):
     def __init__(self, counter: Counter):
         super().__init__(DEVICE)
         self.counter = counter
-        self.captured: list[list[str]] = []
 
     def words(self, count: int) -> Tensor:
         return _on_the_host(np.zeros(count, dtype=np.int32))
@@ -116,7 +121,11 @@ def _on_the_host(x: np.ndarray) -> Tensor:
 
 
 @contextmanager
-def counted_machine() -> Iterator[FakeGpu]:
-    """Inside, tensors on `DEVICE` can be made, and are not there."""
-    with cuda_guarded(), FakeTensorMode(allow_non_fake_inputs=True), Counter() as counter:
+def counted_machine(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeGpu]:
+    """Inside, tensors on `DEVICE` can be made, and are not there.
+
+    capability  what the GPU says that it can compute, by which torch's products are chosen
+    """
+    asked = patch("torch.cuda.get_device_capability", lambda *_: capability)
+    with cuda_guarded(), asked, FakeTensorMode(allow_non_fake_inputs=True), Counter() as counter:
         yield FakeGpu(counter)

@@ -1,17 +1,23 @@
 """Captured steps write what others write, whoever else is there; on a CPU what is captured is called again."""
 
 import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from apps.serve.decode import WAYS, Decode, buckets
+from apps.serve.model import build_engine, find_model
 from apps.serve.request import Request, Sampling
 from apps.serve.runner import Step
 from apps.serve.sampler import Ask, Way
 from apps.serve.scheduler import Limits
 from core.models import Decoder
+from core.nn.routing import MoEConfig
 from core.quant import Scheme, pack, quantize
+from tests.support.http_server import ENGINE, small_model
 from tests.support.serving import (
     Written,
     expected,
@@ -26,6 +32,10 @@ from tests.unit.models.test_pretrained import example, random_decoder
 from tests.unit.serve.test_exact import LAYOUTS, LIMITS, NEW, flat_model, prompts, sampled_requests, written_alone
 
 SCHEMES = {"plain": None, "int8": Scheme("int8"), "w8a8": Scheme("w8a8"), "int4": Scheme("int4", 32)}
+LLAMA = {
+    "family": "llama", "positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "num_kv_heads": 2,
+    "attention_bias": False, "mlp_bias": False, "tied_head": False,
+}  # fmt: skip
 SAMPLINGS = (
     Sampling(temperature=0),
     Sampling(temperature=1.3),
@@ -78,10 +88,17 @@ def logprobs(written: Written) -> list[float]:
 @pytest.mark.parametrize("kind", LIMITS)
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [("gpt2", "plain"), ("opt_350m", "plain"), ("bloom", "int8"), ("llama", "int4"), ("opt", "w8a8")],
-)
+    [
+        ("gpt2", "plain"), ("opt_350m", "plain"), ("bloom", "int8"), ("llama", "int4"), ("opt", "w8a8"),
+        ("mixtral", "plain"),
+    ],
+)  # fmt: skip
 def test_captured_steps_write_what_others_write(family: str, scheme: str, kind: str) -> None:
     """Greedy and drawn, with penalties, shared beginnings, and preemption where pages are scarce."""
+    captured_equals_eager(family, scheme, kind)
+
+
+def captured_equals_eager(family: str, scheme: str, kind: str) -> None:
     decoder, (limits, num_pages) = model(family, SCHEMES[scheme]), LIMITS[kind]
     engine = real_engine(decoder, limits, num_pages, graphs=True)
     launched, launch = [], engine.runner.decode.launch
@@ -93,6 +110,21 @@ def test_captured_steps_write_what_others_write(family: str, scheme: str, kind: 
     assert len(launched) > 0.3 * engine.counts.steps
     assert engine.pages.num_free == num_pages
     assert not engine.sampler.histories._lanes
+
+
+def test_experts_write_it_with_rows_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a captured step makes as many rows as there can be, and does not wait to know their number."""
+    monkeypatch.setattr("core.nn.moe.COUNTS_ROWS", ())
+    captured_equals_eager("mixtral", "plain", "plenty")
+
+
+@pytest.mark.parametrize("graphs", ["on", "auto", "off"])
+def test_a_server_captures_steps_of_experts(graphs: Literal["on", "auto", "off"], tmp_path: Path) -> None:
+    small_model(tmp_path, **LLAMA | {"moe": MoEConfig(4)})
+    engine = build_engine(find_model(tmp_path), replace(ENGINE, graphs=graphs), "cpu")
+    assert (engine.runner.decode is not None) == (graphs == "on")
+    found = run(engine, [greedy("a", [1, 2, 3], 5)]).ids("a")
+    assert found == run(real_engine(engine.runner.model, LIMITS["plenty"][0], 40), [greedy("a", [1, 2, 3], 5)]).ids("a")
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"])

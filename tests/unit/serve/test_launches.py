@@ -22,6 +22,7 @@ from core.quant.weight import QuantizedWeight
 from tests.support.counted_machine import DEVICE, FakeGpu, counted_machine
 from tests.support.serving import Letters
 from tests.unit.models.test_pretrained import example
+from tests.unit.serve.test_exact import LAYOUTS
 
 LIMITS = Limits(4, 64, 16, 8)
 WAYS = {
@@ -63,7 +64,8 @@ def engine_on(
     gpu: FakeGpu, family: str, scheme: Scheme | None = None, page_dtype: torch.dtype = torch.bfloat16
 ) -> Engine:
     """As the command builds one on a GPU."""
-    config = example(family, max_length=64)
+    layout, changes = LAYOUTS[family]
+    config = example(layout, max_length=64, **changes)
     torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be converted
     try:
         with torch.device(DEVICE):
@@ -91,19 +93,23 @@ def start(engine: Engine, way: str, count: int = 3, **options: object) -> None:
         engine.submit(Request(f"{way} {number}", (1, 2, 3 + number), 20, sampling, **options))
 
 
-FAMILIES = ("gpt2", "opt", "bloom", "llama")
+FAMILIES = ("gpt2", "opt", "bloom", "llama", "mixtral")
 
 
 @pytest.mark.parametrize(
     ("way", "family"),
     [
-        pytest.param(way, family, marks=() if at == of else pytest.mark.soak)
+        pytest.param(way, family, marks=() if at == of % len(WAYS) else pytest.mark.soak)
         for at, way in enumerate(WAYS)
         for of, family in enumerate(FAMILIES)
     ],
 )
 def test_a_step_is_one_launch_two_copies_and_a_wait(gpu: FakeGpu, family: str, way: str) -> None:
-    engine, counter = engine_on(gpu, family), gpu.counter
+    is_one_launch(engine_on(gpu, family), gpu, way)
+
+
+def is_one_launch(engine: Engine, gpu: FakeGpu, way: str) -> None:
+    counter = gpu.counter
     start(engine, way)
     for _ in range(3):  # prompts, and the first step by a graph
         engine.step()
@@ -112,6 +118,17 @@ def test_a_step_is_one_launch_two_copies_and_a_wait(gpu: FakeGpu, family: str, w
         assert engine.step()
         assert (counter.graphs, counter.waits, counter.launches) == (1, 1, [])
         assert sorted(counter.copies) == ["cpu to cuda", "cuda to cpu"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "product"), [((8, 0), "megalith::grouped_matmul"), ((9, 0), "aten::_grouped_mm")]
+)
+def test_experts_are_part_of_it(capability: tuple[int, int], product: str) -> None:
+    """Only the device knows how many rows each expert has, and nobody asks it; by our product and by torch's."""
+    with counted_machine(capability) as gpu:
+        engine = engine_on(gpu, "mixtral")
+        assert product in gpu.counter.captured
+        is_one_launch(engine, gpu, "sorted")
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "w8a8", "llm.int8"])
@@ -135,9 +152,10 @@ def test_told_logprobs_are_part_of_it(gpu: FakeGpu) -> None:
     assert (counter.graphs, counter.waits, counter.launches, len(counter.copies)) == (1, 1, [], 2)
 
 
-def test_a_step_with_prompts_is_one_copy_each_way(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("family", ["opt", "mixtral"])
+def test_a_step_with_prompts_is_one_copy_each_way(gpu: FakeGpu, family: str) -> None:
     """In chunks, of which nothing is read, and beside decoding sequences; operators are launched one by one there."""
-    engine, counter = engine_on(gpu, "opt"), gpu.counter
+    engine, counter = engine_on(gpu, family), gpu.counter
     start(engine, "sorted", count=2)
     for _ in range(4):
         engine.step()
