@@ -942,7 +942,7 @@ def _int8_dynamic_tile(
     _store(y, y_tile, bias, m, n, M, N, HAS_BIAS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _merge_parts(parts, bias, y, M, N, num_parts, BN: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The sum of what programs found in their parts of the columns, in the order of the parts."""
     m, n = tl.program_id(1) + tl.arange(0, 1), tl.program_id(0) * BN + tl.arange(0, BN)
