@@ -255,7 +255,9 @@ class Engine:
             row += len(places)
         if step.drawn:
             every = step.drawn == list(range(len(logits_RV)))
-            picked_RV = logits_RV if every else logits_RV[step.drawn]  # the latter is a copy
+            # An index that Python holds would be copied to the device, and waited for.
+            places_R = step.drawn if step.drawn_R is None else step.drawn_R
+            picked_RV = logits_RV if every else logits_RV[places_R]
             flight.reading = self.sampler.sample(picked_RV, step.asks, step.numbers)
             if self.ahead:
                 self.runner.share(len(step.drawn))

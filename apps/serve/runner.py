@@ -48,7 +48,7 @@ class Step:
     local_slots, local_tables, local_copies
                             the same of layers with a window, where others see all; empty: all layers have one table
     drawn, asks             which of `rows` the next tokens are drawn from, and how
-    numbers                 what the sampler takes of `asks`, on the device; the runner puts it there
+    drawn_R, numbers        `drawn`, and what the sampler takes of `asks`, on a GPU; the runner puts them there
     """
 
     ids: list[int] = field(default_factory=list)
@@ -62,6 +62,7 @@ class Step:
     sources: list[int] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
     asks: list[Ask] = field(default_factory=list)
+    drawn_R: Tensor | None = None
     numbers: Tensor | None = None
     local_slots: list[int] = field(default_factory=list)
     local_tables: list[list[int]] = field(default_factory=list)
@@ -362,7 +363,8 @@ class Runner:
         if self.kinds > 1:
             context.local_tables_BP = of("local_tables").view(len(step.tables), -1)
             context.local_slots_T = of("local_slots")
-        step.numbers = None if on_cpu else of("numbers").view(NUM_NUMBERS, sizes[_ASKS])
+        if not on_cpu:
+            step.drawn_R, step.numbers = of("drawn"), of("numbers").view(NUM_NUMBERS, sizes[_ASKS])
         ids_T = self.fed(of("ids"), of("sources")) if step.sources else of("ids")
         return self.logits(ids_T[None], of("positions")[None], context)
 

@@ -172,6 +172,27 @@ def test_a_step_with_prompts_is_one_copy_each_way(gpu: FakeGpu, family: str) -> 
     assert computed == [18, 18, 18, 4, 3]
 
 
+def test_a_prompt_that_is_scored_is_one_more_copy_each_way(gpu: FakeGpu) -> None:
+    """Its tokens go there, and their logprobs come back; that others draw from some rows alone asks for nothing."""
+    engine, counter, chunks = engine_on(gpu, "opt"), gpu.counter, 0
+    start(engine, "sorted", count=1)
+    for _ in range(4):
+        engine.step()
+    engine.submit(Request("scored", tuple(range(40)), 5, Sampling(temperature=0), prompt_logprobs=2))
+    counter.reset()
+    engine.step()  # reads the step before, and launches one with the first chunk
+    while (flight := engine._flight) is not None and len(flight.asked) == 2:
+        chunks += any(sequence.wants_prompt_logprobs for sequence, _ in flight.asked)
+        scored = len(flight.prompts)
+        assert len(flight.drawn) >= 1
+        assert counter.copies.count("cpu to cuda") == 1 + scored
+        assert counter.copies.count("cuda to cpu") == 1 + scored
+        counter.reset()
+        engine.step()
+        assert counter.waits == 1 + scored
+    assert chunks == 3
+
+
 def test_a_wait_is_seen(gpu: FakeGpu) -> None:
     """The count can fail: what looks at a number, or launches by itself, is noticed."""
     x = torch.ones(3, device=DEVICE)
