@@ -1,24 +1,33 @@
 """What a step of decoding asks of a GPU, counted without one: a launch, two copies, a wait."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.device_mesh import DeviceMesh
 
 from apps.serve.decode import Decode
 from apps.serve.engine import Engine
 from apps.serve.request import Request, Sampling
-from apps.serve.runner import Runner
-from apps.serve.sampler import Sampler
+from apps.serve.runner import Runner, Step
+from apps.serve.sampler import Ask, Sampler
 from apps.serve.scheduler import Limits
+from core.comm.sums import sums_over
+from core.layout import local
+from core.mesh import MeshConfig, build_mesh
 from core.models import Decoder
+from core.models.plan import replicated_plan
 from core.nn.attention import Attention
 from core.nn.by_kernels import by_kernels
+from core.parallel.plan import apply_plan
 from core.placement.table import set_parameter
 from core.quant import Scheme
 from core.quant.scheme import SchemeName
 from core.quant.weight import QuantizedWeight
+from core.runtime import pretended
 from tests.support.counted_machine import DEVICE, FakeGpu, counted_machine
 from tests.support.serving import Letters
 from tests.unit.models.test_pretrained import example
@@ -77,12 +86,21 @@ def engine_on(
             module.slopes = module.slopes.to(DEVICE)
     if scheme is not None:
         quantized(model, scheme)
-    runner = Runner(by_kernels(model), 100, LIMITS.page_size, page_dtype)
+    return engine_of(gpu, model, page_dtype)
+
+
+def engine_of(
+    gpu: FakeGpu, model: Decoder, page_dtype: torch.dtype = torch.bfloat16, axis: DeviceMesh | None = None
+) -> Engine:
+    config = model.config
+    limits = replace(LIMITS, window=config.every_window, local_window=config.local_window)
+    runner = Runner(by_kernels(model), 100, limits.page_size, page_dtype, axis, limits.local(100))
     runner.machine = gpu
-    sampler = Sampler(config.vocab_size, gpu)
-    Decode(runner, sampler, LIMITS.max_running, 64)
+    leads = axis is None or axis.get_local_rank() == 0
+    sampler = Sampler(config.vocab_size, gpu) if leads else None
+    Decode(runner, sampler, limits.max_running, 64)
     return Engine(
-        runner, Letters(), LIMITS, num_pages=100, vocab_size=config.vocab_size, max_length=64, sampler=sampler,
+        runner, Letters(), limits, num_pages=100, vocab_size=config.vocab_size, max_length=64, sampler=sampler,
         ahead=True,
     )  # fmt: skip
 
@@ -93,15 +111,12 @@ def start(engine: Engine, way: str, count: int = 3, **options: object) -> None:
         engine.submit(Request(f"{way} {number}", (1, 2, 3 + number), 20, sampling, **options))
 
 
-FAMILIES = ("gpt2", "opt", "bloom", "llama", "mixtral")
-
-
 @pytest.mark.parametrize(
     ("way", "family"),
     [
         pytest.param(way, family, marks=() if at == of % len(WAYS) else pytest.mark.soak)
         for at, way in enumerate(WAYS)
-        for of, family in enumerate(FAMILIES)
+        for of, family in enumerate(LAYOUTS)
     ],
 )
 def test_a_step_is_one_launch_two_copies_and_a_wait(gpu: FakeGpu, family: str, way: str) -> None:
@@ -131,6 +146,43 @@ def test_experts_are_part_of_it(capability: tuple[int, int], product: str) -> No
         is_one_launch(engine, gpu, "sorted")
 
 
+@contextmanager
+def one_of_two(rank: int, family: str) -> Iterator[tuple[FakeGpu, Engine]]:
+    """A rank of tensor parallelism, whose other rank is not there either."""
+    config = example(family, max_length=64, num_heads=4, num_kv_heads=2)
+    with torch.device("meta"):
+        model = Decoder(config)
+    with pretended(2, rank):
+        axis = build_mesh(MeshConfig(tp=2).resolve(2), "cpu")["tp"]
+        apply_plan(model, replicated_plan(config, sums_over(axis, "cpu", torch.bfloat16)), axis)
+        with counted_machine() as gpu:
+            for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+                shape = local(parameter).shape
+                there = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+                set_parameter(model, name, torch.nn.Parameter(there, requires_grad=False))
+            yield gpu, engine_of(gpu, model, axis=axis)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_sums_of_ranks_are_part_of_it(family: str) -> None:
+    """And so is the message with the drawn tokens; the numbers of a step go to the others from the host."""
+    with one_of_two(0, family) as (gpu, engine):
+        assert {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::broadcast_"} <= gpu.counter.captured
+        is_one_launch(engine, gpu, "sorted")
+
+
+def test_a_rank_that_follows_waits_for_nothing() -> None:
+    with one_of_two(1, "llama") as (gpu, engine):
+        decode, counter = engine.runner.decode, gpu.counter
+        assert isinstance(decode, Decode)
+        step = Step([5], [0], [0], [[0]], [1], [0, 1], [0], drawn=[0], asks=[Ask(Sampling())])
+        words = decode._filled(step, 1)
+        decode._layouts[1].array(words, "header")[2:4] = 1, 0
+        counter.reset()
+        decode.follow(words)
+        assert (counter.graphs, counter.waits, counter.launches, counter.copies) == (1, 0, [], ["cpu to cuda"])
+
+
 @pytest.mark.parametrize("scheme", ["int8", "int4", "w8a8", "llm.int8"])
 def test_quantized_weights_and_pages_too(gpu: FakeGpu, scheme: SchemeName) -> None:
     engine, counter = engine_on(gpu, "gpt2", Scheme(scheme), torch.int8), gpu.counter
@@ -152,7 +204,7 @@ def test_told_logprobs_are_part_of_it(gpu: FakeGpu) -> None:
     assert (counter.graphs, counter.waits, counter.launches, len(counter.copies)) == (1, 1, [], 2)
 
 
-@pytest.mark.parametrize("family", ["opt", "mixtral"])
+@pytest.mark.parametrize("family", ["opt", "gemma3", "mixtral"])
 def test_a_step_with_prompts_is_one_copy_each_way(gpu: FakeGpu, family: str) -> None:
     """In chunks, of which nothing is read, and beside decoding sequences; operators are launched one by one there."""
     engine, counter = engine_on(gpu, family), gpu.counter
