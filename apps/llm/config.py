@@ -9,11 +9,9 @@ from apps.llm.corpus import DataConfig
 from apps.llm.export import ExportDtype
 from core.config import UserError
 from core.estimate import RunShape
-from core.kernels.shown_right import all_shown
 from core.mesh import MeshConfig, mesh_shape
 from core.models.decoder import DecoderConfig
 from core.models.plan import decoder_table
-from core.nn.by_kernels import DECODER
 from core.optim.adamw import AdamWConfig
 from core.optim.schedule import ScheduleConfig
 from core.parallel.coded_shards import check_nodes
@@ -51,9 +49,10 @@ class PretrainConfig(TrainConfig):
     data: DataConfig = field(default_factory=DataConfig)
     nproc: int = 1
     """local ranks to launch; under torchrun leave it at 1"""
-    kernels: bool = field(default_factory=lambda: all_shown(DECODER))
-    """on a GPU: norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's; by
-    default where a committed table says that this GPU has shown all of them right and not slower"""
+    kernels: bool = False
+    """on a GPU: all of norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's"""
+    shown_kernels: bool = True
+    """on a GPU: without --kernels those of them that a committed table says this GPU has shown right and not slower"""
     hf: bool = True
     """at the end also write the model as a Hugging Face folder, in --out/hf"""
     hf_dtype: ExportDtype | None = None

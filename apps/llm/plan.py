@@ -63,7 +63,8 @@ VALUES_ALONE = (
 """Options that say what is computed, and nothing of what that takes."""
 WITHOUT_EFFECT = (
     *VALUES_ALONE,
-    *("seed", "out", "resume", "device", "compile", "kernels", "hf", "hf_dtype", "hang_after", "evaluate_every"),
+    *("seed", "out", "resume", "device", "compile", "kernels", "shown_kernels", "hf", "hf_dtype", "hang_after"),
+    "evaluate_every",
     *("matmul_precision", "noise_scale", "noise_scale_steps"),
     *("checkpoint.every", "checkpoint.keep", "checkpoint.asynchronous", "log.tensorboard", "log.wandb_project"),
     *("data.path", "data.format", "data.text_field", "data.pairs", "data.prompt_field", "data.completion_field"),

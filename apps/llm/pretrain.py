@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from core.auto.checkpointing import Checkpointing
 from core.compose import parallelize
 from core.config import UserError, as_json, in_words, parse
 from core.estimate import decoder_shape, stage_costs
+from core.kernels.shown_right import shown
 from core.mesh import data_axis
 from core.metrics import bits_per_byte, plot_loss, transformer_flops_per_token
 from core.models.decoder import Decoder, DecoderConfig, decoder_without_memory, initialise
 from core.models.hf_config import NO_ARCHITECTURE, has_architecture
 from core.models.measured_costs import measured_costs
 from core.models.plan import decoder_plan
-from core.nn.by_kernels import by_kernels
+from core.nn.by_kernels import FAMILIES, by_kernels
 from core.optim.build import build_optimizer
 from core.placement.stages import Costs
 from core.placement.table import Transforms
@@ -83,7 +85,7 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             config,
             replace(
                 decoder_plan(config.model, config.mesh, block_costs(config, runtime)),
-                kernels=kernels(runtime) if config.kernels else {},
+                kernels=kernels(config, runtime),
                 recompute=segments,
             ),
             materialise=materialise,
@@ -125,11 +127,15 @@ def block_costs(config: PretrainConfig, runtime: Runtime) -> Costs:
     return agreed(measured_costs(config.model, run.microbatch_size, run.sequence_length, dtype, runtime.device))
 
 
-def kernels(runtime: Runtime) -> Transforms:
-    """The plan of `core.kernels` for the whole model."""
-    if runtime.leads and runtime.device.type != "cuda":
-        print("warning: --kernels changes nothing here: kernels run on a GPU only", file=sys.stderr)
-    return {"": by_kernels}
+def kernels(config: PretrainConfig, runtime: Runtime) -> Transforms:
+    """The plan of `core.kernels` for the whole model: all families, those that the GPU has shown, or none."""
+    if runtime.device.type != "cuda":
+        asked = "--kernels" if config.kernels else "" if config.shown_kernels else "--no-shown-kernels"
+        if asked and runtime.leads:
+            print(f"warning: {asked} changes nothing here: kernels run on a GPU only", file=sys.stderr)
+        return {}
+    families = frozenset(FAMILIES) if config.kernels else shown() if config.shown_kernels else frozenset[str]()
+    return {"": partial(by_kernels, families=families)} if families else {}
 
 
 def check_tokenizer(config: PretrainConfig) -> None:

@@ -13,7 +13,6 @@ A chip without a table takes no such kernel unless it is asked to.
 """
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -36,8 +35,3 @@ def shown(folder: Path = FOLDER) -> frozenset[str]:
         return frozenset(name for name, one in families.items() if one["right"] and one["speedup"] >= 1.0)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no table of what kernels have shown ({error}); make it again") from error
-
-
-def all_shown(families: Collection[str], folder: Path = FOLDER) -> bool:
-    """Return whether this machine's GPU takes all of these by itself."""
-    return shown(folder) >= frozenset(families)

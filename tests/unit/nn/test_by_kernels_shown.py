@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -9,11 +11,12 @@ import torch
 from torch import nn
 
 from apps.llm.config import PretrainConfig
+from apps.llm.pretrain import kernels
 from core.kernels import shown_right
-from core.kernels.shown_right import all_shown, shown
+from core.kernels.shown_right import shown
 from core.models import SHAPES, Decoder
 from core.nn.attention import attend, rotate_both
-from core.nn.by_kernels import DECODER, attend_by_kernel, by_kernels
+from core.nn.by_kernels import FAMILIES, attend_by_kernel, by_kernels
 from tests.support.fake_gpu import fake_gpu, on_fake_gpu
 
 
@@ -33,8 +36,6 @@ def test_only_what_is_right_and_not_slower(gpu: Path) -> None:
     assert shown(gpu) == frozenset()
     write(gpu, layer_norm=(True, 1.2), rope=(True, 0.9), swiglu=(False, 3.0), attention=(True, 1.0))
     assert shown(gpu) == {"layer_norm", "attention"}
-    assert all_shown(["layer_norm"], gpu)
-    assert not all_shown(["layer_norm", "rope"], gpu)
 
 
 def test_without_a_gpu_none(tmp_path: Path) -> None:
@@ -50,12 +51,17 @@ def test_what_is_no_table_is_named(gpu: Path) -> None:
 
 
 def test_the_default_of_training_follows_the_table(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apps.llm.config.all_shown", lambda families: all_shown(families, gpu))
-    write(gpu, **dict.fromkeys(DECODER, (True, 1.1)))
-    assert PretrainConfig().kernels is True
-    write(gpu, **dict.fromkeys(DECODER[1:], (True, 1.1)))
-    assert PretrainConfig().kernels is False
-    assert PretrainConfig(kernels=True).kernels is True
+    monkeypatch.setattr("apps.llm.pretrain.shown", lambda: shown(gpu))
+    write(gpu, attention=(True, 0.6), layer_norm=(True, 1.1), rope=(True, 1.0), swiglu=(False, 2.0))
+
+    def taken(device: str, **options: bool) -> set[str]:
+        runtime: Any = SimpleNamespace(device=torch.device(device), leads=True)
+        plan = kernels(PretrainConfig(**options), runtime)
+        return set(plan[""].keywords["families"]) if plan else set()  # pyright: ignore[reportFunctionMemberAccess]
+
+    assert taken("cuda") == {"layer_norm", "rope"}
+    assert taken("cuda", kernels=True) == taken("cuda", kernels=True, shown_kernels=False) == set(FAMILIES)
+    assert taken("cuda", shown_kernels=False) == taken("cpu") == taken("cpu", kernels=True) == set()
 
 
 def test_a_model_takes_the_families_that_are_named() -> None:
