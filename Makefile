@@ -67,6 +67,7 @@ all-but-kernels: lint
 soak: install
 	$(BIN)/python -m pytest -q -m soak tests/soak tests/unit
 	$(PYTEST) $(TWO) -m soak tests/parity
+	$(PYTEST) $(TWO) -m gpu --device cpu tests/gpu tests/e2e
 	$(BIN)/python -m core.kernels.compile
 
 # Where there is a GPU there may be no registry: by .venv where it is, else by the machine's own Python and .gpu-pack.

@@ -163,3 +163,14 @@ def test_weights_drawn_on_a_device_are_distributed_as_those_of_the_host() -> Non
         want, sampling = host[name], 5 * float(host[name].std(correction=0)) / host[name].numel() ** 0.5
         assert abs(float(parameter.mean() - want.mean())) <= 2 * sampling + 1e-12, name
         assert abs(float(parameter.std(correction=0) - want.std(correction=0))) <= 2 * sampling + 1e-12, name
+
+
+def test_a_gpu_is_capped_above_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator reserves more than it has given out; what was given out is held against the budget itself."""
+    found: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", found.append)
+    offload._cap(100)
+    offload._cap(990)
+    assert found == [pytest.approx(offload.ROOM_TO_RESERVE / 10), 1.0]
+    assert 1.0 < offload.ROOM_TO_RESERVE < 2.0
