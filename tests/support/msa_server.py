@@ -37,8 +37,8 @@ echo "$letters $6" >> {folder}/begun
 while [ -e {folder}/hold ]; do sleep 0.05; done
 case "$letters" in *WWWW*) echo "Fatal: out of luck" >&2; exit 1;; esac
 short=${{letters%?}}
-printf '# STOCKHOLM 1.0\\nhit/1-9 %s-\\n#=GC RF %s\\n//\\n' "$short" "$letters" > "$2"
-echo "hit - query - 1e-9 50.0 0" > "$4"
+printf '# STOCKHOLM 1.0\\nquery %s\\nhit/1-9 %s-\\n#=GC RF %s\\n//\\n' "$letters" "$short" "$letters" > "$2"
+echo "hit - 9 query - 9 1e-9 50.0 0 1 1 1e-9 1e-9 9 0 1 9 1 9 1 9 1 -" > "$4"
 """
 
 

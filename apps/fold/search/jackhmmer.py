@@ -11,8 +11,12 @@ from typing import Any
 from apps.fold.search.database import Database, Shard, open_database
 from apps.fold.search.hits import Hit
 from apps.fold.search.program import found, run, said_by
+from core.config import UserError
 
 _OPTIONS = ("--noali", "-N", "1", "--F1", "0.0005", "--F2", "5e-05", "--F3", "5e-07")
+_NUMBERED = b"# WARNING: seq names have been made unique"
+_DESCRIPTION = 22  # fields of the table before the last, which is text
+_READING = 2  # of the program's files into hits; counted on where they become other hits, so that no old ones are taken
 INSTALL = "apt-get install hmmer, or conda install -c bioconda hmmer"
 
 
@@ -26,7 +30,7 @@ class Jackhmmer:
     threads: int
 
     def depends_on(self) -> dict[str, Any]:
-        return {"version": self.version, "e_value": self.e_value}
+        return {"version": self.version, "e_value": self.e_value, "reading": _READING}
 
     def installed(self) -> str:
         return version(self.program)
@@ -55,34 +59,47 @@ def search(
         query, aligned, table = (Path(folder, name) for name in ("query.fasta", "found.sto", "found.tbl"))
         query.write_text(f">query\n{sequence}\n", encoding="ascii")
         limits = ("-E", str(e_value), "--incE", str(e_value), "-Z", str(num_sequences), "--cpu", str(threads))
-        files = ("-o", "/dev/null", "-A", aligned, "--tblout", table, query, database)
+        files = ("-o", "/dev/null", "-A", aligned, "--domtblout", table, query, database)
         run([program, *_OPTIONS, *limits, *files], database)
         if not aligned.exists() or not aligned.stat().st_size:
             return []
-        return _hits(aligned.read_text(encoding="latin-1"), _scores(table.read_text(encoding="latin-1")))
+        return _hits(aligned.read_bytes(), _parts(table.read_bytes()))
 
 
-def _scores(table: str) -> dict[str, float]:
-    """target -> score of the full sequence."""
-    rows = (line.split() for line in table.splitlines() if line and not line.startswith("#"))
-    return {row[0]: float(row[5]) for row in rows}
+def _parts(table: bytes) -> list[tuple[bytes, float]]:
+    """The parts of targets that were found, in order: their names in the alignment, and the whole targets' scores.
+
+    A target may be in several parts, and several targets may have one name.
+    """
+    fields = (line.split(maxsplit=_DESCRIPTION) for line in table.splitlines() if not line.startswith((b"# ", b"#-")))
+    return [(b"%b/%b-%b" % (row[0], row[17], row[18]), float(row[7])) for row in fields if len(row) >= _DESCRIPTION]
 
 
-def _hits(stockholm: str, scores: dict[str, float]) -> list[Hit]:
-    rows: dict[str, list[str]] = {}
-    columns: list[str] = []
+def _hits(stockholm: bytes, parts: list[tuple[bytes, float]]) -> list[Hit]:
+    """The rows of the alignment behind the query, in the order of the table, which may have more.
+
+    Where names repeat, HMMER writes numbers before all of them, which are taken off again.
+    """
+    rows: dict[bytes, list[bytes]] = {}
+    columns, numbered = [], False
     for line in stockholm.splitlines():
-        if line.startswith("#=GC RF"):
-            columns.append(line.split()[2])
-        elif line and not line.startswith(("#", "//")):
-            name, letters = line.split()
-            rows.setdefault(name, []).append(letters)
-    is_column = [letter not in ".-~" for letter in "".join(columns)]
-    return [
-        Hit(name, _a3m("".join(parts), is_column), scores[name.rpartition("/")[0]])
-        for name, parts in rows.items()
-        if name.rpartition("/")[0] in scores
-    ]
+        fields = line.split()
+        if line.startswith(b"#=GC RF"):
+            columns.append(fields[2])
+        elif len(fields) == 2:  # comments and marks have more, and may begin like a name
+            rows.setdefault(fields[0], []).append(fields[1])
+        numbered = numbered or line.startswith(_NUMBERED)
+    is_column = [letter not in ".-~" for letter in b"".join(columns).decode("ascii")]
+    hits, listed = [], iter(parts)
+    for number, (given, letters) in enumerate(rows.items()):
+        name = given.partition(b"|")[2] if numbered else given
+        if number > 0:  # the first is the query
+            score = next((score for part, score in listed if part == name), None)
+            text = name.decode("utf-8", "replace")
+            if score is None:
+                raise UserError(f"jackhmmer's table lacks {text}, a row of its alignment; give one of HMMER 3")
+            hits.append(Hit(text, _a3m(b"".join(letters).decode("ascii"), is_column), score))
+    return hits
 
 
 def _a3m(letters: str, is_column: list[bool]) -> str:

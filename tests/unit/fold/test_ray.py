@@ -26,8 +26,8 @@ echo "$number $$" >> {folder}/begun
 while [ -e {folder}/hold-$number ]; do sleep 0.05; done
 letters=$(tail -n 1 "$before")
 while [ "$1" != -A ]; do shift; done
-printf "# STOCKHOLM 1.0\\nseq$number/1-9 $letters\\n#=GC RF $(echo $letters | tr A-Z x)\\n//\\n" > "$2"
-echo "seq$number - query - 1e-9 5$number.0 0" > "$4"
+printf "# STOCKHOLM 1.0\\nquery $letters\\nseq$number/1-9 $letters\\n#=GC RF $(echo $letters | tr A-Z x)\\n//\\n" > "$2"
+echo "seq$number - 9 query - 9 1e-9 5$number.0 0 1 1 1e-9 1e-9 9 0 1 9 1 9 1 9 1 -" > "$4"
 """
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import resource
 import shutil
 import stat
@@ -128,6 +129,36 @@ def test_searches_find_the_family_and_are_kept(tmp_path: Path, capsys) -> None:
     assert "0 searches run, 2 known" in run("whole")
     assert "2 searches run, 0 known" in run("strict", "--e-value", "1e-30")
     assert len(_a3m_rows(tmp_path / "strict" / "ubi" / "family.a3m")) < len(rows)
+
+
+@needs_jackhmmer
+def test_a_name_that_repeats_costs_no_hit(tmp_path: Path, capsys) -> None:
+    """HMMER then numbers all names of its alignment. Each row has its own target's score, in shards as in the whole."""
+    family = _database(tmp_path / "family.fasta").read_text().split(">seq")[1::4]
+    like = [one.partition("\n")[2].replace("\n", "") for one in family]
+    names = ["one", "two", "same", "same", "#=GR", "//", "x|1/2", "same", "vo\u00e0", "last"]
+    sequences = [*like[:7], like[7] + "G" * 40 + like[8], *like[9:11]]
+    text = "".join(f">{name} of a test\n{sequence}\n" for name, sequence in zip(names, sequences))
+    (tmp_path / "in.fasta").write_text(f">ubi\n{UBIQUITIN}\n")
+    options = [str(tmp_path / "in.fasta"), "--cache", str(tmp_path / "cache")]
+
+    def found(name: str, text: str, *more: str) -> list[tuple[str, str]]:
+        (tmp_path / "repeats.fasta").write_text(text)
+        given = ["--databases", str(tmp_path / "repeats.fasta"), "--out", str(tmp_path / name), *more]
+        assert main([*options, *given]) == 0
+        return _a3m_rows(tmp_path / name / "ubi" / "repeats.a3m")
+
+    whole = found("whole", text)
+    unique = text
+    for number in range(3):
+        unique = unique.replace(">same ", f">same{number} ", 1)
+    expected = [(re.sub(r"same\d", "same", name), row) for name, row in found("unique", unique)]
+    assert sorted(whole) == sorted(expected)
+    assert [row for _, row in whole] == [row for _, row in expected]
+    assert sorted(name[1:].rpartition("/")[0] for name, _ in whole[1:]) == sorted([*names, "same"])
+    assert found("shards", text, "--shards", "3") == whole
+    twice = text + f">one of a test\n{sequences[0]}\n"
+    assert found("twice", twice) == whole
 
 
 @needs_jackhmmer
@@ -338,8 +369,8 @@ def test_templates_are_searched_with_the_first_alignment(tmp_path: Path, capsys)
     program.write_text(
         '#!/bin/sh\nif [ "$1" = -h ]; then echo "# HMMER 9"; exit 0; fi\nwhile [ "$1" != -A ]; do shift; done\n'
         'grep -q CCPS "$5" && exit 0\n'
-        f'printf "# STOCKHOLM 1.0\\nseq0/1-76 {row}\\n#=GC RF {columns}\\n//\\n" > "$2"\n'
-        'echo "seq0 - query - 1e-9 50.0 0" > "$4"\n'
+        f'printf "# STOCKHOLM 1.0\\nquery {UBIQUITIN}\\nseq0/1-76 {row}\\n#=GC RF {columns}\\n//\\n" > "$2"\n'
+        'echo "seq0 - 76 query - 9 1e-9 50.0 0 1 1 1e-9 1e-9 9 0 1 9 1 76 1 9 1 -" > "$4"\n'
     )
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     options = [str(tmp_path / "in.fasta"), "--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
