@@ -23,6 +23,7 @@ from apps.fold.features.alignment import (
     merge,
     parse_a3m,
     read_alignment,
+    read_alignment_text,
     single_sequence,
 )
 from apps.fold.features.complexes import Assembly, ChainInput, assemble
@@ -31,7 +32,7 @@ from apps.fold.features.sampling import Complex, Drawn, draw_rows, features_of_c
 from apps.fold.features.sequences import Record
 from apps.fold.features.sequences import alone as searched_for
 from apps.fold.features.templates import ANY, Allowed
-from apps.fold.features.text import read_text, unpacked_name
+from apps.fold.features.text import unpacked_name
 from apps.fold.model import residues
 from apps.fold.model.config import ModelConfig, MultimerConfig
 from apps.fold.model.features import Features
@@ -47,7 +48,8 @@ _TOLD = 5  # species, by name
 class ComplexTarget:
     """A complex with everything that is known of it; see `Target`.
 
-    pairs  the chains' paired rows; None where species are to pair them
+    pairs       the chains' paired rows; None where species are to pair them
+    alignments  how many files of alignments were read
     """
 
     record: Record
@@ -55,6 +57,7 @@ class ComplexTarget:
     files: tuple[Path, ...]
     pairs: PairedRows | None = None
     said: tuple[str, ...] = ()
+    alignments: int = 0
 
     @cached_property
     def assembly(self) -> Assembly:
@@ -159,7 +162,7 @@ def find_complex(
     if colabfold:
         chains, pairs = read_complex(colabfold[0], record)
         chains = [ChainInput(one.sequence, one.own, one.paired, found[one.sequence].templates) for one in chains]
-        return ComplexTarget(record, tuple(chains), (colabfold[0], *files), pairs, tuple(said))
+        return ComplexTarget(record, tuple(chains), (colabfold[0], *files), pairs, tuple(said), 1)
     paired = {target.sequence: _for_pairing(target, by_name) for target in found.values()}
     files |= {path: None for _, paths in paired.values() for path in paths}
     lacking = [target.record.name for target in found.values() if not paired[target.sequence][1]]
@@ -169,7 +172,8 @@ def find_complex(
         ChainInput(one.sequence, found[one.sequence].alignment, paired[one.sequence][0], found[one.sequence].templates)
         for one in record.chains
     ]
-    return ComplexTarget(record, tuple(chains), tuple(files), None, tuple(said))
+    read = sum(target.alignments for target in found.values()) + sum(len(paths) for _, paths in paired.values())
+    return ComplexTarget(record, tuple(chains), tuple(files), None, tuple(said), read)
 
 
 def is_uniprot(path: Path) -> bool:
@@ -201,7 +205,7 @@ def read_for_pairing(sequence: str, paths: Sequence[Path]) -> Alignment:
 
 
 def _text(path: Path) -> str:
-    return read_text(path, "an A3M file").replace("\0", "")
+    return read_alignment_text(path, "an A3M file")
 
 
 def read_complex(path: Path, record: Record) -> tuple[list[ChainInput], PairedRows | None]:

@@ -546,7 +546,8 @@ def _about_alignment(target: AnyTarget, models: list[Model]) -> str:
     """Notes for the user on the alignment, or on there being none."""
     of_alignments = any(not isinstance(model.config, ESMFoldConfig) for model in models)
     if target.num_rows == 1:
-        return "no alignment; a sequence alone folds poorly" if of_alignments else ""
+        found = "no row of its alignment differs from the query" if target.alignments else "no alignment"
+        return f"{found}; a sequence alone folds poorly" if of_alignments else ""
     return "" if of_alignments else "ESMFold reads the sequence alone; its alignment is left aside"
 
 

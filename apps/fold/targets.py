@@ -34,13 +34,17 @@ _TOLD = 5  # hits that are no templates, a line each
 
 @dataclass(frozen=True)
 class Target:
-    """A record with everything that is known of it, and what a user should know of how that was found."""
+    """A record with everything that is known of it, and what a user should know of how that was found.
+
+    alignments  how many files of alignments were read
+    """
 
     record: Record
     alignment: Alignment
     templates: tuple[Template, ...]
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
+    alignments: int = 0
 
     @property
     def sequence(self) -> str:
@@ -136,7 +140,7 @@ def find_target(
         structures = files_of(templates, record, alone, STRUCTURES, "--templates")
         found = read_templates(structures, record.sequence)
         notes = [] if structures or templates is None else [f"no template: {templates} holds none by its name"]
-    return Target(record, merged, tuple(found), (*alignments, *hits, *structures), tuple(notes))
+    return Target(record, merged, tuple(found), (*alignments, *hits, *structures), tuple(notes), len(read))
 
 
 def _found_by_hits(

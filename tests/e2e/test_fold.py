@@ -387,15 +387,17 @@ def test_an_alignment_or_template_that_does_not_fit_stops_only_its_record(
     (tmp_path / "in.fasta").write_text(">a\nMKTAYWC\n>b\nMKTAYWW\n>c\nMKTAYWY\n")
     (tmp_path / "msa").mkdir()
     (tmp_path / "msa" / "a.a3m").write_text(">a\nMKTAYWV\n")
+    (tmp_path / "msa" / "c.a3m").write_text(">c\nMKTAYWY\n>same\nMKTAYWY\n")
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "b.cif").write_text("nonsense")
     options = ("--model", weights, "--out", tmp_path / "out", "--no-plots", "--no-pdb")
     options += ("--msa", tmp_path / "msa", "--templates", tmp_path / "templates")
-    code, _, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
+    code, said, err = fold(capsys, "predict", tmp_path / "in.fasta", *options)
     assert code == 2
     assert "record 1 (a)" in err
     assert "another query" in err
     assert "record 2 (b)" in err
+    assert "c: no row of its alignment differs from the query; a sequence alone folds poorly" in said
     assert (tmp_path / "out" / "c" / "rank_1.cif").is_file()
     assert not (tmp_path / "out" / "c" / "rank_1.pdb").exists()
 

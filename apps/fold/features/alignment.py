@@ -45,13 +45,26 @@ def read_alignment(path: Path) -> Alignment:
 
     Raises UserError for a file that is none, with the row and what is wrong with it.
     """
-    text = read_text(path, "an A3M or Stockholm file")
-    text = text.replace("\0", "")  # which ColabFold's server puts between an A3M's parts
+    text = read_alignment_text(path, "an A3M or Stockholm file")
     if text.lstrip().startswith("# STOCKHOLM"):
         return parse_stockholm(text, path)
     if text.lstrip().startswith((">", "#")):
         return parse_a3m(text, path)
     raise UserError(f"{path} begins neither with '>' (A3M) nor with '# STOCKHOLM'; give one of these")
+
+
+def read_alignment_text(path: Path, wanted: str) -> str:
+    """The text of a file, without the NUL that ColabFold's server puts behind each part of an A3M.
+
+    wanted  what the file should be, for the line that says why it cannot be read
+
+    Raises UserError for a NUL elsewhere, which a damaged disk or an interrupted copy leaves.
+    """
+    text = re.sub(r"(?m)^\0(?=>|\s*\Z)", "", read_text(path, wanted))
+    before, found, _ = text.partition("\0")
+    if found:
+        raise UserError(f"{path}, line {before.count(chr(10)) + 1}: a NUL byte; the file is damaged, give {wanted}")
+    return text
 
 
 def parse_a3m(text: str, origin: object = "the A3M") -> Alignment:
@@ -69,6 +82,13 @@ def parse_a3m(text: str, origin: object = "the A3M") -> Alignment:
     if not rows:
         raise UserError(f"{origin} holds no sequence; its first must be the query")
     pairs = [_columns("".join(parts)) for parts in rows]
+    described, length = complex_lengths(text), len(pairs[0][0])
+    if described is not None and (sum(described[0]) != length or len(described[0]) != len(described[1])):
+        line = text.lstrip().partition("\n")[0].rstrip()
+        raise UserError(
+            f"{origin}: its first line, {line!r}, describes another query than the row below, of {length} residues; "
+            "the file is damaged, give the alignment as it was"
+        )
     return _aligned(names, [kept for kept, _ in pairs], [skipped for _, skipped in pairs], origin)
 
 
@@ -97,13 +117,21 @@ def _columns(row: str) -> tuple[str, list[int]]:
 def parse_stockholm(text: str, origin: object = "the Stockholm file") -> Alignment:
     """Columns are those where the first sequence has a residue; '.' is a gap, case does not matter."""
     rows: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if not line.strip() or line.startswith(("#", "//")):
+    lines, ended = text.splitlines(), False
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if ended:
+            raise UserError(f"{origin}, line {number}: more behind the closing line '//'; give a file of one alignment")
+        ended = line.rstrip() == "//"
+        if ended or line.startswith("#"):
             continue
         fields = line.split()
         if len(fields) != 2:
             raise UserError(f"{origin}: the line {line[:40]!r} is not a name and letters; give a Stockholm file")
         rows.setdefault(fields[0], []).append(fields[1])
+    if not ended:
+        raise UserError(f"{origin} is cut off at line {len(lines)}: it lacks the closing line '//'; give a whole file")
     if not rows:
         raise UserError(f"{origin} holds no sequence; its first must be the query")
     whole = ["".join(parts).upper().replace(".", "-") for parts in rows.values()]
