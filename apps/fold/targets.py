@@ -1,6 +1,7 @@
 """The targets of folding: a sequence with its alignment and its templates, found by name."""
 
 import hashlib
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -177,12 +178,17 @@ def files_of(where: Path | None, record: Record, alone: bool, suffixes: Iterable
         return [where]
     if not where.is_dir():
         raise UserError(f"{option} {where} does not exist; give a file or a folder")
-    names = {record.name, record.safe_name}
+    names = {_composed(record.name), record.safe_name}
     there = sorted(where.iterdir())
-    inside = [path for path in there if path.name in names and path.is_dir()]
+    inside = [path for path in there if _composed(path.name) in names and path.is_dir()]
     found = [
         path for folder in inside[:1] for path in sorted(folder.iterdir()) if unpacked_name(path).suffix in suffixes
     ]
     fitting = [path for path in there if unpacked_name(path).suffix in suffixes]
-    found += [path for path in fitting if unpacked_name(path).stem in names]
+    found += [path for path in fitting if _composed(unpacked_name(path).stem) in names]
     return found or (fitting if alone else [])
+
+
+def _composed(name: str) -> str:
+    """Letters with their accents, which some file systems keep apart."""
+    return unicodedata.normalize("NFC", name)

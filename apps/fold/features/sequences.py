@@ -5,7 +5,9 @@ aspartate, Z as glutamate, U as cysteine, as the original). Lower case is taken 
 The file may be packed (.gz, .bz2, .xz) and in UTF-8, UTF-16 or UTF-32.
 """
 
+import os
 import re
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from core.config import UserError
 SUMMARY = "summary.csv"  # what `fold predict` writes beside the records' folders
 _LETTERS = set(residues.RESTYPES) | set("BJOUXZ")
 _NUCLEOTIDES = set("ACGTUN")
-_LONGEST_NAME = 150  # of a file, which may have 255 letters with what is added
+_LONGEST_NAME = 150  # bytes of a file's name, which may have 255 with what is added
 _OURS = {SUMMARY}  # files beside the records' folders, in small letters, as some file systems compare names
 _LIKELY_NUCLEOTIDES = 20  # residues from which on a sequence of these letters alone is taken for DNA or RNA
 
@@ -38,9 +40,24 @@ class Record:
 
     @property
     def safe_name(self) -> str:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "_", self.name).lstrip("-._").rstrip("._")
-        name = name[:_LONGEST_NAME] or f"record_{self.number}"  # what begins with - would be read as an option
+        name = in_file_names(self.name).lstrip("-._").rstrip("._")
+        name = name.encode()[:_LONGEST_NAME].decode(errors="ignore")
+        name = name or f"record_{self.number}"  # what begins with - would be read as an option
         return f"{name}_" if name.lower() in _OURS else name
+
+
+def in_file_names(name: str) -> str:
+    """The name with _ for all but letters, digits and marks of any script, and `._-`; ASCII where files take no more.
+
+    Composed, since some file systems take a letter and its accent for the letter with the accent.
+    """
+    name = unicodedata.normalize("NFC", name)
+    name = re.sub(" +", "_", "".join(c if c in "._-" or unicodedata.category(c)[0] in "LMN" else " " for c in name))
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return re.sub(r"[^\x21-\x7e]+", "_", name)
+    return name
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """mmCIF and PDB files as chains of residues in atom37, by biopython.
 
 Of alternate locations the one with the highest occupancy is taken, also of several residues in one place; of several
-models the first. Residues with an insertion code are residues of their own. Modified amino acids count as their parents
-(selenomethionine as methionine, its selenium as the sulfur), others as X; atoms that are missing are masked.
+models the first. Numbers of residues in a PDB file may go on behind 9999 in hybrid-36 (A000). Residues with an
+insertion code are residues of their own. Modified amino acids count as their parents (selenomethionine as methionine,
+its selenium as the sulfur), others as X; atoms that are missing are masked.
 """
 
 import io
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ _ATOMS = {"ATOM", "HETATM"}
 _HEADERS = {"HEADER", "TITLE", "CRYST1", "REMARK", "MODEL"}
 _CLOSING = {"TER", "END", "ENDMDL", "MASTER", "CONECT"}
 _COORDINATES_END, _B_FACTOR_END, _ELEMENT_END = 54, 66, 78
+_NUMBER_BEGIN, _CODE = 22, 26  # columns, from 0, of a residue's number and of its insertion code
+_HYBRID_36 = re.compile("[A-Z][0-9A-Z]{3}|[a-z][0-9a-z]{3}")
+_THOUSANDS = 0xF0000  # a letter that no file has, from which on insertion codes say what of a number does not fit
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,7 @@ def _pdb_residues(path: Path) -> dict[str, list[_Residue]]:
 
     text = read_structure_text(path)
     _check_lines(text, path)
+    text = _with_decimal_numbers(text, path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -206,11 +212,38 @@ def _pdb_residues(path: Path) -> dict[str, list[_Residue]]:
             if residue.is_disordered() == 2:  # several residues in one place
                 residue = max(residue.disordered_get_list(), key=lambda r: max(a.get_occupancy() or 0 for a in r))
             atoms = {atom.get_name(): (atom.get_coord(), atom.get_bfactor()) for atom in residue}
-            number = f"{residue.id[1]}{residue.id[2].strip()}"
+            number, code = residue.id[1:]
+            if ord(code) >= _THOUSANDS:
+                tens_of_thousands, code = divmod(ord(code) - _THOUSANDS, 128)
+                number, code = number + 10_000 * tens_of_thousands, chr(code)
+            number = f"{number}{code.strip()}"
             found.setdefault(chain.id, []).append(
                 _Residue(residue.get_resname().strip(), number, atoms, residue.id[0] != " ")
             )
     return found
+
+
+def _with_decimal_numbers(text: str, path: Path) -> str:
+    """The file with numbers in hybrid-36 as the parser reads them: four digits, and an insertion code for the others.
+
+    Raises UserError for a number that is none.
+    """
+    lines = text.split("\n")
+    for row, line in enumerate(lines):
+        given = line[_NUMBER_BEGIN:_CODE]
+        if line[:6].rstrip() not in _ATOMS or given.strip().removeprefix("-").isdecimal():
+            continue
+        if not _HYBRID_36.fullmatch(given):
+            raise _unreadable(
+                path,
+                f"its line {row + 1}: {given!r} is no number of a residue, which are whole, -999 to 9999, and "
+                "behind that hybrid-36, A000 to zzzz",
+            )
+        first = 10_000 - 10 * 36**3 if given[0].isupper() else 10_000 + 16 * 36**3
+        tens_of_thousands, number = divmod(int(given, 36) + first, 10_000)
+        code = chr(_THOUSANDS + 128 * tens_of_thousands + ord(line[_CODE]) % 128)
+        lines[row] = f"{line[:_NUMBER_BEGIN]}{number:4}{code}{line[_CODE + 1 :]}"
+    return "\n".join(lines)
 
 
 def _check_lines(text: str, path: Path) -> None:

@@ -4,6 +4,7 @@ pLDDT stands in the B-factor column of both. The PAE's json has the schema of th
 """
 
 import json
+import re
 import string
 import textwrap
 from collections.abc import Sequence
@@ -97,11 +98,13 @@ def write_mmcif(
 ) -> None:
     """Chains A to Z, then AA, BA, …; residues are numbered from 1 in each.
 
+    name     of the entry, in which the format takes ASCII without spaces alone; _ stands for the rest
     listed   the atoms, where they are not the heavy ones alone
     authors  of each residue its chain, number and insertion code, where the authors' are others
     """
     from Bio.PDB.mmcifio import MMCIFIO
 
+    name = re.sub(r"[^\x21-\x7e]+", "_", name).strip("_") or "model"
     listed = atoms(folded) if listed is None else listed
     three = three_letters(folded.sequence)
     at = numbering(folded, authors)

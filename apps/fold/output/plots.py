@@ -1,5 +1,6 @@
 """pLDDT along the chain, the PAE matrix, the structure, and the alignment's coverage and pairing, as PNGs."""
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ def plot(folder: Path, stem: str, folded: Folded, title: str) -> None:
     axes.set_title(f"{title}: mean pLDDT {folded.mean_plddt:.1f}", fontsize=10)
     for border in _borders(folded):
         axes.axvline(border, color="#333333", linewidth=0.8)
-    figure.savefig(folder / f"{stem}_plddt.png", dpi=120)
+    _save(figure, folder / f"{stem}_plddt.png")
     figure = Figure(figsize=(5, 5))
     axes = figure.add_axes((0.02, 0.02, 0.96, 0.9))
     _draw_structure(axes, folded)
     axes.set_title(f"{title}: mean pLDDT {folded.mean_plddt:.1f}", fontsize=10)
-    figure.savefig(folder / f"{stem}_structure.png", dpi=120)
+    _save(figure, folder / f"{stem}_structure.png")
     if folded.pae is None:
         return
     figure = Figure(figsize=(5, 4.2))
@@ -46,7 +47,14 @@ def plot(folder: Path, stem: str, folded: Folded, title: str) -> None:
     _name_chains(axes, folded)
     of_interfaces = "" if folded.iptm is None else f", ipTM {folded.iptm:.2f}"
     axes.set_title(f"{title}: pTM {folded.ptm:.2f}{of_interfaces}", fontsize=10)
-    figure.savefig(folder / f"{stem}_pae.png", dpi=120)
+    _save(figure, folder / f"{stem}_pae.png")
+
+
+def _save(figure: Any, path: Path) -> None:
+    """A letter of a name that no font here has is drawn as a box; other files have the name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path, dpi=120)
 
 
 def _borders(folded: Folded) -> list[float]:
@@ -133,7 +141,7 @@ def plot_coverage(folder: Path, letters_SN: np.ndarray, lengths: tuple[int, ...]
     axes.set(xlabel="residue", ylabel="rows of the alignment", xlim=(1, max(2, len(numbers))))
     axes.set_ylim(bottom=0)
     axes.set_title(f"{title}: {len(letters_SN)} rows", fontsize=10)
-    figure.savefig(folder / "coverage.png", dpi=120)
+    _save(figure, folder / "coverage.png")
 
 
 def rows_of_several(there_SN: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
@@ -153,4 +161,4 @@ def plot_pairing(folder: Path, counts: Counter[str], title: str) -> None:
     axes.set_xticks(range(len(named)), [species for species, _ in named], rotation=90, fontsize=7)
     axes.set(ylabel="paired rows")
     axes.set_title(f"{title}: {sum(counts.values())} paired rows of {len(counts)} species", fontsize=10)
-    figure.savefig(folder / "pairing.png", dpi=120)
+    _save(figure, folder / "pairing.png")

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,24 @@ def test_proteins_of_nucleotides_letters(tmp_path: Path) -> None:
 def test_no_dash_dot_or_underline_hides_what_a_name_is(tmp_path: Path) -> None:
     names = ("-summary.csv", "_-.summary.csv", "-.x", "-_-y", "z-")
     assert [Record(1, name, "MKT").safe_name for name in names] == ["summary.csv_", "summary.csv_", "x", "y", "z-"]
+
+
+def test_names_in_any_script_are_names_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distinct, no longer than a file's name may be, and the same however an accent is written."""
+    names = ("日本語", "中国", "हिन्दी", "café", "cafe\u0301", "α/β", "\u202eabc", "…", "語" * 200)
+    (tmp_path / "in.fasta").write_text("".join(f">{name} protein\nMKT\n" for name in names), encoding="utf-8")
+    records, refused = read_fasta(tmp_path / "in.fasta")
+    found = [r.safe_name for r in records]
+    assert found == ["日本語", "中国", "हिन्दी", "café", "α_β", "abc", "record_8", "語" * 50]
+    assert [str(one) for one in refused] == [
+        "record 5 (cafe\u0301): its files would be named like those of record 4; rename one of them"
+    ]
+    for name in found:
+        (tmp_path / f".{name}.part").mkdir()
+    (tmp_path / "cafe\u0301.a3m").write_text(">q\nMKT\n>a\nMKV\n")
+    assert len(find_target(records[3], tmp_path, None, alone=False).alignment) == 2
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
+    assert [r.safe_name for r in records][:5] == ["record_1", "record_2", "record_3", "café", "record_6"]
 
 
 def test_names_that_are_no_names_of_folders(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from apps.fold.features.entries import read_entries
 from apps.fold.features.sequences import chain_id
-from apps.fold.features.structures import Chain, read_structure, structure_of
+from apps.fold.features.structures import Chain, read_mmcif, read_structure, structure_of
 from apps.fold.features.templates import align, features_of_templates, read_templates
 from apps.fold.model import residues
 from apps.fold.model.rigid import Frames
@@ -44,6 +45,14 @@ def _folded(sequence: str = SEQUENCE, seed: int = 0) -> Folded:
     pae = (31 * torch.rand(N, N, generator=generator)).numpy()
     distances = torch.softmax(torch.randn(N, N, 64, generator=generator), -1).numpy()
     return Folded(sequence, positions, mask, plddt, pae, 0.5, distances)
+
+
+@pytest.mark.parametrize(("name", "entry"), [("a b", "a_b"), ("日本語", "model"), ("caf\u00e9-1", "caf_-1")])
+def test_an_entry_is_named_as_the_format_takes_it(name: str, entry: str, tmp_path: Path) -> None:
+    write_mmcif(tmp_path / "a.cif", _folded(), name, "a title")
+    read = read_mmcif(tmp_path / "a.cif")
+    assert read["data_"] == entry
+    assert read["_entry.id"] == [entry]
 
 
 @pytest.mark.parametrize("suffix", [".cif", ".pdb"])
@@ -175,7 +184,9 @@ def test_confidences_and_plots(tmp_path: Path) -> None:
     assert schema["max_predicted_aligned_error"] == 31.75
     assert np.load(tmp_path / "r_pae.npz")["pae"].shape == (25, 25)
     assert np.load(tmp_path / "r_distogram.npz")["edges"].shape == (63,)
-    plot(tmp_path, "r", folded, "title")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot(tmp_path, "r", folded, "日本語")  # no font here may have these
     assert (tmp_path / "r_plddt.png").stat().st_size > 5000
     assert (tmp_path / "r_pae.png").stat().st_size > 5000
     assert (tmp_path / "r_structure.png").stat().st_size > 5000
@@ -286,6 +297,33 @@ def test_what_experiments_leave_in_files(tmp_path: Path, suffix: str) -> None:
     assert chain.b_factors[1] == 30
     assert chain.positions[3, residues.CA].tolist() == [20, 8.5, 1]
     assert chain.mask.sum(-1).tolist() == [4, 2, 2, 3]
+
+
+def test_numbers_of_residues_behind_9999(tmp_path: Path) -> None:
+    """Hybrid-36, as gemmi reads it (but for small letters, which it takes for capitals), with insertion codes, also of
+    water; what is no number is said with its line."""
+    import gemmi
+
+    given = {"  10 ": "9999 ", "  10A": "A000 ", "  12 ": "A000B", "  13 ": "ZZZZ ", " 201 ": "zzzz "}
+    text = PDB[: PDB.index("MODEL        2")] + "END\n"
+    for number, other in given.items():
+        text = text.replace(f" A{number}", f" A{other}")
+    (tmp_path / "x.pdb").write_text(text)
+    (chain,) = read_structure(tmp_path / "x.pdb")
+    read = [str(residue.seqid) for residue in gemmi.read_pdb_string(text)[0]["A"]]
+    assert chain.numbers == ("9999", "10000", "10000B", "1223055")
+    assert list(chain.numbers) == list(dict.fromkeys(read))  # that of water it takes for ZZZZ
+    assert chain.sequence == "MAKS"
+    (tmp_path / "x.pdb").write_text(text.replace("ZZZZ", "a000"))
+    assert read_structure(tmp_path / "x.pdb")[0].numbers[3] == "1223056"
+    assert len(read_entries(tmp_path / "x.pdb")[0].sequence) == 4
+    for wrong in ("****", "0xff", "12 4", "A00 ", "    ", "a00A"):
+        (tmp_path / "x.pdb").write_text(PDB.replace(" A  12 ", f" A{wrong} "))
+        with pytest.raises(
+            UserError, match=rf"its line 9: '{re.escape(wrong)}' is no number of a residue, which"
+        ) as said:
+            read_structure(tmp_path / "x.pdb")
+        assert "\n" not in str(said.value)
 
 
 def test_what_is_damaged_is_said(tmp_path: Path) -> None:
