@@ -42,7 +42,8 @@ class RelaxConfig:
     platform: str = "CPU"
     """OpenMM's, for amber: CPU, Reference, and what else is installed, such as CUDA"""
     time_limit: float = TIME_LIMIT
-    """seconds that a structure may take; what was reached by then is written, be it the structure as it was given"""
+    """seconds that a structure may take; what was reached by then is written, be it the structure as it was given, or
+    with atoms that lay on each other drawn apart"""
 
     def __post_init__(self) -> None:
         check_limit(self.time_limit, "time_limit")
@@ -209,6 +210,8 @@ def said(found: Relaxed) -> str:
     text = f"{found.method}, {rounds}; residues with violations {before} -> {after}, RMSD {found.rmsd:.2f} Å"
     if found.rounds:
         text += f", {_energy(found.rounds[0].energy_before)} -> {_energy(found.rounds[-1].energy_after)} kcal/mol"
+    if found.drawn_apart:
+        text += "; atoms that lay on each other were drawn apart first"
     if not found.rounds:
         return f"{text}; the limit of time passed before the first round"
     return f"{text}; stopped by the limit of time" if found.cut_short else text

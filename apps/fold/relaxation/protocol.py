@@ -7,7 +7,8 @@
 Other than there a round ends also at a plateau of its energy, and all of them together at a limit of time: then the
 best that was reached is the result, and the report says so. Where the limit passes before the first round, that is the
 structure as it was given, with its missing atoms if the minimizer had placed them, and there are no rounds. Where atoms
-lie on each other, so that a force field's energy is no number, they are drawn apart before the first round.
+lie on each other, so that a force field's energy is no number, they are drawn apart before the first round, which the
+report says, too; where the limit passes then, the result is how far they came.
 
 Shapes: N residues, A = 14 atoms.
 """
@@ -121,7 +122,7 @@ class Minimizer(Protocol):
 @dataclass(frozen=True)
 class Relaxed:
     """The result.  chains with the atoms moved; violations before and after: numbers of residues, from 0; rmsd in
-    Angstrom over the heavy atoms that were there."""
+    Angstrom over the heavy atoms that were there; drawn_apart: whether atoms lay on each other, and moved first."""
 
     chains: tuple[Chain, ...]
     atoms: tuple[Atom, ...]
@@ -131,6 +132,7 @@ class Relaxed:
     violations_after: tuple[int, ...]
     rmsd: float
     seconds: float
+    drawn_apart: bool = False
 
     @property
     def cut_short(self) -> bool:
@@ -150,6 +152,7 @@ class Relaxed:
         numbers = [(chain.name, number) for chain in self.chains for number in chain.numbers]
         return {
             "method": self.method,
+            "drawn_apart": self.drawn_apart,
             "rounds": rounds,
             "cut_short": self.cut_short,
             "violating_residues_before": len(self.violations_before),
@@ -185,7 +188,7 @@ def relax(
     limit.keep(
         2 * (clock() - begun) + min(_BUSY_S, _BUSY * limit_s)
     )  # to look once more behind a round, and at the end
-    moving, rounds, at = _Given(structure), [], clock()
+    moving, rounds, at, moved_before = _Given(structure), [], clock(), False
     try:
         with suppress(OutOfTime):
             moving = minimizer(structure, limit)
@@ -197,7 +200,7 @@ def relax(
         made_s = clock() - at  # what it takes to make a minimizer, at most
         with suppress(OutOfTime):
             apart, done = drawn_apart(structure, limit)
-            moving = _Given(apart)
+            moving, moved_before = _Given(apart), True
             if done and not limit.passed(made_s):
                 moving = minimizer(apart, limit)
                 rounds = _rounds(moving, structure, limit, tell)
@@ -214,6 +217,7 @@ def relax(
         tuple(np.nonzero(rules.violating(torch.from_numpy(final)))[0].tolist()),
         float(np.sqrt(shift.mean())),
         clock() - begun,
+        moved_before,
     )
 
 

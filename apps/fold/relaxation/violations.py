@@ -7,6 +7,7 @@ the protocol hold the rest. Its energies are of these terms only, and cannot be 
 Shapes: N residues, A = 14 atoms, M = N A.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,12 @@ def drawn_apart(structure: Structure, limit: Limit) -> tuple[Structure, bool]:
     found = moving.minimize(np.zeros(len(structure.aatype_N), bool), limit, lambda text: None)
     apart = replace(structure, atoms_NA3=moving.positions() * structure.exists_NA[..., None])
     return apart, found.end != "limit of time"
+
+
+class _LBFGS(torch.optim.LBFGS):
+    """Without torch's compiler, which the first optimizer imports: that would take seconds of a limit of time."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class _Batch:
@@ -90,7 +97,7 @@ class Violations:
         iterations, end = 0, "converged"
         while iterations < _ITERATIONS:
             clashes = self._rules.clashes(self._shaped(x_M3), 4 * _MARGIN)
-            optimizer = torch.optim.LBFGS([x_M3], max_iter=_BATCH, line_search_fn="strong_wolfe")
+            optimizer = _LBFGS([x_M3], max_iter=_BATCH, line_search_fn="strong_wolfe")
             batch.begin(partial(self._gradient, x_M3, start_M3, held_M, clashes), x_M3)
             try:
                 optimizer.step(batch)

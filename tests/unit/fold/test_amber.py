@@ -95,6 +95,7 @@ def _is_as_it_was(found: Relaxed) -> None:
     assert found.rmsd < 1e-3
     assert set(found.violations_before) <= set(found.violations_after)
     assert "the limit of time passed before the first round" in said(found)
+    assert not found.report()["drawn_apart"]
     assert found.report()["rounds"] == []
     assert found.report()["cut_short"]
 
@@ -114,11 +115,16 @@ def test_a_heap_of_atoms_is_drawn_apart_first() -> None:
         relax([heap], Amber, 100.0)
     found = relax([heap], Amber, 100.0, drawn_apart=drawn_apart)
     assert found.rounds
+    assert found.drawn_apart
     assert len(found.violations_before) == 10
     assert len(found.violations_after) < 10
     cut = relax([heap], Amber, 40.0, clock=Ticking(), drawn_apart=drawn_apart)  # while they are drawn apart
     assert (cut.rounds, cut.cut_short, cut.method) == ((), True, "none")
     assert 0 < cut.rmsd < found.rmsd
+    for one in (found, cut):
+        assert "; atoms that lay on each other were drawn apart first" in said(one)
+        assert one.report()["drawn_apart"]
+    assert said(cut).endswith("; the limit of time passed before the first round")
 
 
 def test_missing_atoms_are_placed_and_hydrogens_are_where_they_were_before() -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -24,6 +25,8 @@ from apps.fold.relaxation.violations import Violations
 from apps.fold.toy import HELDOUT, STRUCTURES
 from core.config import UserError, run_command
 from tests.support.clashes import chain, clashing, num_clashes, rules_of
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +108,22 @@ def test_atoms_in_one_place_are_drawn_apart() -> None:
     found = relax([heap], Violations, 60.0)
     assert found.rounds[-1].energy_after < 0.05 * found.rounds[0].energy_before
     assert len(found.violations_after) < len(found.violations_before)
+
+
+def test_a_limit_of_time_is_not_spent_on_imports() -> None:
+    """torch's first optimizer imports its compiler, which takes seconds, and more on a busy machine."""
+    script = (
+        "import sys, numpy as np\n"
+        "from tests.support.clashes import chain\n"
+        "from apps.fold.relaxation.protocol import relax\n"
+        "from apps.fold.relaxation.violations import Violations\n"
+        "one = chain('1ejg.pdb')\n"
+        "one.positions[:] = 1\n"
+        "assert relax([one], Violations, 30.0).rounds[0].iterations\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "False\n", done.stderr
 
 
 class Still:
