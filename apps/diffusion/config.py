@@ -43,6 +43,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.global_batch < 1 or self.crops < 1:
             raise UserError(f"data.global_batch={self.global_batch}, data.crops={self.crops}; give at least 1 of each")
+        if self.resolution is not None and self.resolution < 1:
+            raise UserError(f"data.resolution={self.resolution}; give the side of a square in pixels, such as 512")
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f"data.caption_dropout={self.caption_dropout}; give a share from 0 to 1")
         if self.prompt is not None and not self.prompt.strip():

@@ -105,7 +105,8 @@ def generate(
 
 def picture_size(pipeline: Pipeline, sampling: Sampling) -> tuple[int, int]:
     """(height, width) in pixels.  Raises UserError where latents do not divide them."""
-    sides = (sampling.height or pipeline.image_size[0], sampling.width or pipeline.image_size[1])
+    given, own = (sampling.height, sampling.width), pipeline.image_size
+    sides = (own[0] if given[0] is None else given[0], own[1] if given[1] is None else given[1])
     for name, side in zip(("height", "width"), sides):
         if side <= 0 or side % pipeline.factor:
             nearest = max(1, round(side / pipeline.factor)) * pipeline.factor

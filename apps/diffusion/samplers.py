@@ -166,8 +166,9 @@ def build_scheduler(
         )
     if not 0 <= eta <= 1:
         raise UserError(f"eta is {eta}; give 0 (no noise on the way) to 1 (as much as DDPM)")
-    if eta and "eta" not in inspect.signature(kind.step).parameters:
-        raise UserError(f"eta is DDIM's, and {name} was asked for; leave it out, or take --sampler ddim")
+    if eta and not _takes_eta(kind):
+        takes = [one for one, of in CLASSES.items() if _takes_eta(getattr(diffusers, of))]
+        raise UserError(f"eta is {eta}, which {name} has not; leave --eta out, or take --sampler {' or '.join(takes)}")
     changes = _changes(kind, name, spacing, sigmas)
     if kind is type(own) and not changes:
         return own
@@ -177,6 +178,10 @@ def build_scheduler(
             return kind.from_config(own.config, **changes)
         except Exception as error:  # as in `rehearse`
             raise UserError(f"the folder's schedule does not fit {name}: {first_line(error)}") from error
+
+
+def _takes_eta(kind: type[Any]) -> bool:
+    return "eta" in inspect.signature(kind.step).parameters
 
 
 def _changes(kind: type, name: str, spacing: str | None, sigmas: Sigmas | None) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A training run: config -> pipeline -> mesh -> batches -> U-Net on meta -> materialise -> optimizer -> fit.
 
-What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), and the trained
-pipeline as a diffusers folder, that `StableDiffusionPipeline.from_pretrained(OUT)` and `--model OUT` load; a LoRA run
-leaves its file instead. Validation pictures lie in validation/.
+What a run leaves in --out: config.json, metrics.jsonl, summary.json, checkpoints, curves (loss.png), the names of
+images that could not be used (left_out.txt, where there are any), and the trained pipeline as a diffusers folder, that
+`StableDiffusionPipeline.from_pretrained(OUT)` and `--model OUT` load; a LoRA run leaves its file instead. Validation
+pictures lie in validation/.
 """
 
 import gc
@@ -16,6 +17,7 @@ import torch
 from apps.diffusion.adapters import adapters_of, add_adapters
 from apps.diffusion.config import DiffusionConfig, FinetuneConfig, PretrainConfig, check_combination
 from apps.diffusion.data.class_images import class_sampling, draw_class_images
+from apps.diffusion.data.folder import LEFT_OUT, write_refused
 from apps.diffusion.data.prepare import prepare
 from apps.diffusion.denoiser import Denoiser, Objective, emptied, give
 from apps.diffusion.formats.lora import Layout, load_lora, save_lora
@@ -26,7 +28,7 @@ from apps.diffusion.noise import NoiseSchedule, Schedule, prediction_of, with_ze
 from apps.diffusion.pipeline import EMBEDDED, Pipeline, build_text_encoder, build_unet, has_quantized, save_pipeline
 from apps.diffusion.shapes import SHAPES
 from apps.diffusion.validation import Validation
-from core.checkpoint import iterate_full
+from core.checkpoint import complete_steps, iterate_full
 from core.compose import parallelize
 from core.config import UserError, as_json
 from core.kernels.shown_right import shown
@@ -59,8 +61,10 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
         if isinstance(config, FinetuneConfig) and config.has_prior:
             draw_class_images(config, partial(load_weights, config), runtime)
         with freed_memory_given_back(pipeline.stored_bytes, runtime.device):
-            batches, heldout = prepare(config, pipeline, runtime)
+            batches, heldout, folders = prepare(config, pipeline, runtime)
         run_folder.enter_context(open_run(config, runtime))
+        if runtime.leads and (config.resume or not complete_steps(config.out / "checkpoints")):  # fit refuses others
+            write_refused(folders, config.out / LEFT_OUT)
         parallel = parallelize(model, mesh, config, materialise=emptied(model, runtime.device))
         optimizer = build_optimizer(config.optim, parallel.masters)
         host = "cpu" if config.average_on_host else None

@@ -65,7 +65,8 @@ def draw_class_images(config: FinetuneConfig, load: Callable[[torch.dtype], Pipe
 def class_sampling(config: FinetuneConfig) -> Sampling:
     """The settings that draw class images, in the size that the run learns from."""
     given, side = config.class_sampling, config.data.resolution
-    return replace(given, height=given.height or side, width=given.width or side)
+    height, width = (side if one is None else one for one in (given.height, given.width))
+    return replace(given, height=height, width=width)
 
 
 def _write_caption(picture: Path, caption: str) -> None:

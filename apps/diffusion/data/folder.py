@@ -6,6 +6,7 @@ starts, and all tell each other what they found. An image that cannot be used is
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from apps.diffusion.data.buckets import Size
 from apps.diffusion.data.images import SUFFIXES, Unusable, read_image
 from apps.diffusion.text import is_text
 from core.config import UserError
+from core.files import replace_file
 
 METADATA = "metadata.jsonl"
+LEFT_OUT = "left_out.txt"
+"""in a run's folder: the images that it cannot use, a line each"""
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,23 @@ def _metadata(folder: Path) -> dict[str, str | None]:
     return captions
 
 
-def report_refused(found: ImageFolder, most: int = 8) -> None:
-    """A line for each image that is left out, and how many."""
+def report_refused(found: ImageFolder, listed: Path, most: int = 8) -> None:
+    """A line for each image that is left out, at most so many, and how many there are.
+
+    listed  the file that will have all of them (`write_refused`)
+    """
     for line in found.refused[:most]:
         print(f"left out: {line}")
     if found.refused:
-        more = f", of which {len(found.refused) - most} are not listed" if len(found.refused) > most else ""
+        more = f"; all of them are listed in {listed}" if len(found.refused) > most else ""
         print(f"{len(found.refused)} of {len(found) + len(found.refused)} images in {found.folder} left out{more}")
+
+
+def write_refused(folders: Sequence[ImageFolder], path: Path) -> None:
+    """A line for each image that is left out; an earlier run's list goes where there is none."""
+    lines = [f"{one.folder}/{line}\n" for one in folders for line in one.refused]
+    if lines:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, "".join(lines).encode(errors="backslashreplace"))
+    else:
+        path.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from apps.diffusion.config import DiffusionConfig, FinetuneConfig
 from apps.diffusion.data.batches import Draws, LatentBatches
 from apps.diffusion.data.buckets import bucket_sizes
 from apps.diffusion.data.encoding import Entry, encode_captions, encode_images, entries_of
-from apps.diffusion.data.folder import ImageFolder, read_folder, report_refused
+from apps.diffusion.data.folder import LEFT_OUT, ImageFolder, read_folder, report_refused
 from apps.diffusion.data.store import Store, fingerprint
 from apps.diffusion.pipeline import Pipeline
 from core.config import UserError
@@ -18,8 +18,10 @@ from core.runtime import Runtime
 
 def prepare(
     config: DiffusionConfig, pipeline: Pipeline, runtime: Runtime
-) -> tuple[LatentBatches, LatentBatches | None]:
-    """The batches of a run, and those held out.  Raises UserError for folders that nothing can be learned from.
+) -> tuple[LatentBatches, LatentBatches | None, list[ImageFolder]]:
+    """The batches of a run, those held out, and the folders of both.
+
+    Raises UserError for folders that nothing can be learned from.
 
     The VAE, and the text encoder where it does not learn, are on the device only as long as they encode.
     """
@@ -28,12 +30,13 @@ def prepare(
     heldout = (
         None if config.validation.images is None else read_folder(config.validation.images, config.data.prompt, share)
     )
-    for folder in (instance, others, heldout):
-        if runtime.leads and folder is not None:
-            report_refused(folder)
+    folders = [folder for folder in (instance, others, heldout) if folder is not None]
+    for folder in folders if runtime.leads else ():
+        report_refused(folder, config.out / LEFT_OUT)
     data = config.data
     step = pipeline.factor * 2 ** (len(pipeline.unet.config.block_out_channels) - 1)
-    sizes = bucket_sizes(data.resolution or _side(pipeline), step)[: None if data.buckets else 1]
+    resolution = _side(pipeline) if data.resolution is None else data.resolution
+    sizes = bucket_sizes(resolution, step)[: None if data.buckets else 1]
     store = Store(data.cache or config.out.parent / "cache")
     vae_print = fingerprint(pipeline.vae, dict(pipeline.vae.config))
     entries, wanted = entries_of(instance, sizes, data.crops, data.flip, vae_print)
@@ -55,10 +58,10 @@ def prepare(
     draws = Draws(pipeline.num_train_timesteps, pipeline.scaling_factor, config.noise.offset, data.caption_dropout)
     batches = LatentBatches(entries, store.__getitem__, text, data.global_batch, config.seed, draws, class_entries)
     if not held_entries:
-        return batches, None
+        return batches, None, folders
     calm = replace(draws, offset_noise=0.0, caption_dropout=0.0)
     rows = batches.global_batch  # which divides over the ranks
-    return batches, LatentBatches(held_entries, store.__getitem__, text, rows, config.seed, calm)
+    return batches, LatentBatches(held_entries, store.__getitem__, text, rows, config.seed, calm), folders
 
 
 def _side(pipeline: Pipeline) -> int:

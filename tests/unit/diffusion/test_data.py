@@ -1,6 +1,7 @@
 """What training learns from: any kind of image file, folders with faults, sizes, the store, rows of a step."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from apps.diffusion.data.batches import Draws, LatentBatches
 from apps.diffusion.data.buckets import Variant, bucket_sizes, lay, nearest, variants
 from apps.diffusion.data.encoding import Entry
-from apps.diffusion.data.folder import read_folder, report_refused
+from apps.diffusion.data.folder import read_folder, report_refused, write_refused
 from apps.diffusion.data.images import Unusable, read_image
 from apps.diffusion.data.store import Store, fingerprint, key_of
 from core.config import UserError
@@ -110,7 +111,7 @@ def test_captions_beside_and_in_metadata_and_a_line_for_what_is_left_out(tmp_pat
     captions = {picture.path.name: picture.caption for picture in found.pictures}
     assert captions == {"a.png": "a red square", "b.PNG": "b", "c.jpg": "c"}
     assert {picture.size for picture in found.pictures} == {(40, 30)}
-    report_refused(found)
+    report_refused(found, tmp_path / "left_out.txt")
     said = capsys.readouterr().out
     assert "left out: d.png: it has no caption" in said
     assert "left out: e.png: its caption is empty" in said
@@ -121,12 +122,21 @@ def test_captions_beside_and_in_metadata_and_a_line_for_what_is_left_out(tmp_pat
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = read_folder(tmp_path)
     assert {picture.caption for picture in found.pictures} == {"a red square", "b", "c"}
-    report_refused(found)
+    report_refused(found, tmp_path / "left_out.txt")
     said = capsys.readouterr().out
     assert "left out: d.png: its text in metadata.jsonl is null" in said
     assert "left out: e.png: its caption holds half a character (a lone surrogate)" in said
     assert "left out: gone.png: metadata.jsonl describes it, and it is not there" in said
-    assert "3 of 6 images" in said
+    assert said.endswith(f"3 of 6 images in {tmp_path} left out\n")
+    report_refused(found, tmp_path / "left_out.txt", most=1)
+    said = capsys.readouterr().out
+    assert said.count("left out:") == 1
+    assert said.endswith(f"left out; all of them are listed in {tmp_path / 'left_out.txt'}\n")
+    write_refused([found, found], tmp_path / "left_out.txt")
+    listed = (tmp_path / "left_out.txt").read_text().splitlines()
+    assert listed == [f"{tmp_path}/{line}" for line in found.refused] * 2
+    write_refused([replace(found, refused=())], tmp_path / "left_out.txt")
+    assert not (tmp_path / "left_out.txt").exists()
     for folder, message in ((tmp_path / "none", "no folder"), (tmp_path / "sub" / "none", "no folder")):
         with pytest.raises(UserError, match=message):
             read_folder(folder)

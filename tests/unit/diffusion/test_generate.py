@@ -170,6 +170,8 @@ def test_the_command(folder, tmp_path, capsys):
         (["--prompt", "a", " "], "prompt 2 of 2 is empty"),
         (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--prompt", "a", "--height", "60"], "height is 60; give a multiple of 8, such as 64"),
+        (["--prompt", "a", "--height", "0"], "height is 0; give a multiple of 8, such as 8"),
+        (["--prompt", "a", "--width", "0"], "width is 0; give a multiple of 8, such as 8"),
         (["--prompt", "a", "--steps", "2000"], "do not fit 1000 timesteps"),
         (["--prompt", "a", "--vae-tile", "32"], "vae_tile is 32; give a multiple of 8 from 64 on"),
         (["--prompt", "a", "--guidance", "-1"], "guidance is -1"),

@@ -154,7 +154,7 @@ REFUSED = [
     ("euler", 0, {}, {}, "steps is 0"),
     ("euler", 1000, {"timestep_spacing": "leading"}, {}, "do not fit 1000 timesteps"),
     ("ddim", 1001, {"timestep_spacing": "trailing"}, {}, "do not fit 1000 timesteps"),
-    ("euler", 5, {}, {"eta": 0.5}, "eta is DDIM's"),
+    ("euler", 5, {}, {"eta": 0.5}, "eta is 0.5, which euler has not; .* take --sampler ddim or tcd"),
     ("ddim", 5, {}, {"eta": 1.5}, "eta is 1.5"),
     ("ddim", 5, {"rescale_betas_zero_snr": True}, {}, "zero terminal SNR"),
     ("dpm++_single", 5, {}, {"spacing": "trailing"}, "spacing is trailing, and dpm\\+\\+_single has none"),

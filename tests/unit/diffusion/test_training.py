@@ -86,6 +86,7 @@ def test_a_run_leaves_a_pipeline_that_diffusers_loads(folder: Path, tmp_path: Pa
     said = capsys.readouterr().out
     assert "left out: broken.png" in said
     assert "1 of 6 images" in said
+    assert (out / "left_out.txt").read_text().startswith(f"{folder / 'pictures'}/broken.png: it has no caption; ")
     assert (out / "loss.png").stat().st_size > 1000
     theirs = StableDiffusionPipeline.from_pretrained(out, safety_checker=None, local_files_only=True)
     ours = load_pipeline(out)
@@ -421,6 +422,13 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
         [],
         "height is 3; give a multiple of",
     ),
+    (
+        dreambooth,
+        {**SUBJECT, "class_dir": "{folder}/c", "class_prompt": "b", "class_sampling__width": 0},
+        [],
+        "width is 0; give a multiple of",
+    ),
+    (finetune, {"data__images": "{folder}/pictures", "data__resolution": 0}, [], "data.resolution=0; give the side"),
     (pretrain, {"data__images": "{folder}/pictures", "unet": "sd_v9"}, [], "sd_v1"),
     (pretrain, {"data__images": "{folder}/pictures", "unet": "sd_v1"}, [], "width"),
     (pretrain, {"data__images": "{folder}/pictures", "fresh": "unet+text_encoder"}, [], "nothing would teach it"),
