@@ -3,7 +3,8 @@
 Of a complex also those of Evans et al. 2021, section 7.4: chains as they lie to each other.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from apps.fold.loss.violation import violation_loss
 from apps.fold.model import residues
 from apps.fold.model.alphafold import Prediction
 from apps.fold.model.features import Features
+from core.config import UserError
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ class LossConfig:
     """share of the backbone's error that is taken without the limit of 10 Angstrom (1.11.5)"""
     resolution: tuple[float, float] = (0.1, 3.0)
     """Angstrom between which a structure teaches the confidence heads; NMR has 0"""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not (value >= 0 and math.isfinite(value)):
+                raise UserError(f"loss.{item.name}={value}; give a number, at least 0")
+        if self.unclamped > 1:
+            raise UserError(f"loss.unclamped={self.unclamped}; give a share from 0 to 1")
+        least, most = self.resolution
+        if not 0 <= least <= most:
+            raise UserError(f"loss.resolution={least} {most}; give two numbers of Angstrom, the smaller one first")
 
 
 def fine_tuning() -> LossConfig:

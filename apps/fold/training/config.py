@@ -71,6 +71,11 @@ class DataConfig(BatchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         Allowed(self.max_template_date)
+        for name in ("min_residues", "max_chains"):
+            if getattr(self, name) < 1:
+                raise UserError(f"data.{name}={getattr(self, name)}; give a number, at least 1")
+        if not self.max_resolution > 0:
+            raise UserError(f"data.max_resolution={self.max_resolution}; give Angstrom, above 0")
 
     def selection(self, complexes: bool) -> Selection:
         """complexes: for a model of these."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from apps.fold.model.config import tiny
 from apps.fold.model.rigid import Frames
 from apps.fold.model.structure import Structure
 from apps.fold.model.torsions import atom37_of_atom14, atoms_of_frames, frames_of_torsions, table
+from apps.fold.training.config import DataConfig
+from core.config import UserError
 from tests.support.fold import random_features, random_parameters
 
 F64 = torch.float64
@@ -309,6 +312,35 @@ def test_ideal_residues_do_not_clash_with_themselves() -> None:
     without_rings = exists * (residues.RESTYPES.index("P") != AATYPE)[..., None]
     assert clashes_within(atoms, without_rings, AATYPE).item() < 0.05
     assert clashes_within(0.3 * atoms, exists, AATYPE).item() > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backbone": -0.5}, "loss.backbone=-0.5; give a number, at least 0"),
+        ({"plddt": math.nan}, "loss.plddt=nan"),
+        ({"interface_clamp": -1.0}, "loss.interface_clamp=-1.0"),
+        ({"unclamped": 1.5}, "loss.unclamped=1.5; give a share"),
+        ({"resolution": (3.0, 0.1)}, r"loss.resolution=3.0 0.1; .* the smaller one first"),
+    ],
+)
+def test_weights_that_are_none_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        LossConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"min_residues": -1}, "data.min_residues=-1; give a number, at least 1"),
+        ({"max_chains": 0}, "data.max_chains=0"),
+        ({"max_resolution": -2.0}, "data.max_resolution=-2.0; give Angstrom"),
+        ({"max_resolution": math.nan}, "data.max_resolution=nan"),
+    ],
+)
+def test_data_of_which_nothing_can_be_left_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        DataConfig(**options)
 
 
 @pytest.mark.parametrize("config", [LossConfig(), fine_tuning()])
