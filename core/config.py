@@ -24,10 +24,10 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 Config = TypeVar("Config")
 
@@ -67,6 +67,7 @@ def parse(
         _print_help(config, command, about if len(recipes) > 1 else "", "--help-all" in options)
     _check_names(options, config, command)
     tell_notes(notes)
+    options = _none_spelled(options, config)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -74,7 +75,8 @@ def parse(
             no_comments = (tyro.conf.HelptextFromCommentsOff,)
             found = tyro.cli(type(config), default=config, args=options, prog=command, config=no_comments)
     except SystemExit:
-        raise UserError(_one_line(_as_called(complaint.getvalue(), config), command)) from None
+        said = _in_plain_words(_one_line(_as_called(complaint.getvalue(), config)), options, config)
+        raise UserError(f"{said}; see {command} --help-all") from None
     _check_values(found, config)
     _refuse_unread(found, options, command)
     return found
@@ -172,7 +174,7 @@ def _as_named(config: Config, options: list[str], prefix: str = "") -> Config:
     changed = {}
     for item in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
         part = getattr(config, item.name)
-        if dataclasses.is_dataclass(part) and (found := _as_named(part, options, f"{prefix}{item.name}.")) is not part:
+        if is_dataclass(part) and (found := _as_named(part, options, f"{prefix}{item.name}.")) is not part:
             changed[item.name] = found
     return dataclasses.replace(config, **changed) if changed else config  # pyright: ignore[reportArgumentType]
 
@@ -181,7 +183,7 @@ def _foreign(config: Any, name: str) -> str | None:
     """Why an option by its dotted name is refused that a part of another name has."""
     first, _, rest = name.partition(".")
     if rest:
-        return _foreign(getattr(config, first), rest) if dataclasses.is_dataclass(getattr(config, first, 0)) else None
+        return _foreign(getattr(config, first), rest) if is_dataclass(getattr(config, first, 0)) else None
     return config.foreign(name) if hasattr(config, "foreign") else None
 
 
@@ -226,7 +228,7 @@ def _unread(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield from ((f"{prefix}{name}", why) for name, why in config.unread().items())
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(value):
             yield from _unread(value, f"{prefix}{item.name}.")
 
 
@@ -234,6 +236,12 @@ def _option_name(option: str) -> str:
     """--mesh.tp-mode=2d and --mesh.no-tp-mode, as the field is called."""
     path, _, last = option.removeprefix("--").partition("=")[0].replace("-", "_").rpartition(".")
     return f"{path}.{last.removeprefix('no_')}" if path else last.removeprefix("no_")
+
+
+def _negated(name: str) -> str:
+    """log.no_tensorboard of log.tensorboard"""
+    group, dot, last = name.rpartition(".")
+    return f"{group}{dot}no_{last}"
 
 
 def _take_recipe(argv: list[str], default: str) -> tuple[str, list[str]]:
@@ -309,7 +317,7 @@ def _renamed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     yield from ((f"{prefix}{old}", f"{prefix}{new}") for old, new in getattr(type(config), "RENAMED", {}).items())
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(value):
             yield from _renamed(value, f"{prefix}{item.name}.")
 
 
@@ -327,16 +335,17 @@ LAUNCHER = "MEGALITH_LAUNCHER"
 def _check_names(options: list[str], config: Any, command: str) -> None:
     called = _called(config)
     names = [called.get(name, name) for name in option_names(config)]
-    known = {*names, *called}  # under their fields' names they come from `_spelled_out`
+    negated = {f"no_{name}": _negated(name) for name in names if _hint(name, config) is bool}
+    known = {*names, *called, *negated.values()}  # under their fields' names they come from `_spelled_out`
     for before, word in zip(["", *options], options):
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         may_be_value = before.startswith("--") and "=" not in before  # as in --out a=b
         is_option = word.startswith("--") or ("=" in word and not may_be_value)
-        if is_option and name not in known and name.replace("no_", "", 1) not in known:
+        if is_option and name not in known:
             if (why := _foreign(config, name)) is not None:
                 raise UserError(f"{why}; see {command} --help-all")
             former = {old: new.partition("=")[0] for old, new in _renamed(config)}
-            near = _nearest_names(name, [*names, *former, "recipe"])
+            near = [negated[name]] if name in negated else _nearest_names(name, [*names, *former, "recipe"])
             meant = dict.fromkeys(option(former.get(one, one)) for one in near)
             meant = f", did you mean {' or '.join(meant)}?" if meant else ""
             raise UserError(f"{command} has no option {word.partition('=')[0]}{meant}; see {command} --help-all")
@@ -378,7 +387,7 @@ def _check_values(config: Any, default: Any, prefix: str = "") -> None:
     """Refuse what no option means: floats that are not finite, integers beyond 64 bits, devices that there are not."""
     for item in dataclasses.fields(config):
         name, value, usual = f"{prefix}{item.name}", getattr(config, item.name), getattr(default, item.name, None)
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(value):
             _check_values(value, usual, f"{name}.")
             continue
         for one in value if isinstance(value, tuple | list) else (value,):
@@ -409,7 +418,7 @@ def _nearest(name: str, known: Any) -> str:
     return f", did you mean {close[0]}?" if close else ""
 
 
-def _one_line(complaint: str, command: str) -> str:
+def _one_line(complaint: str) -> str:
     """The parser's message, out of its box (drawn with dashes where stdout has no lines) and without its title."""
     paragraphs: list[list[str]] = [[]]
     for line in complaint.splitlines():
@@ -422,14 +431,89 @@ def _one_line(complaint: str, command: str) -> str:
             paragraphs.append([])
     _title, *rest = (" ".join(p) for p in paragraphs if p)
     said = re.sub(r"^Error parsing (?!--)[\w.-]+: ", "", "; ".join(rest))  # a field or class, before words of our own
-    return f"{said.rstrip('.')}; see {command} --help-all"
+    return said.rstrip(".")
+
+
+def _none_spelled(options: list[str], config: Any) -> list[str]:
+    """The options, with `none` in any case as the parser takes it, where an option may be none."""
+    spelled = []
+    for before, word in zip(["", *options], options):
+        name, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        is_none = value.lower() == "none" and name.startswith("--") and _may_be_none(_hint(name, config))
+        spelled.append(word[: len(word) - len(value)] + "None" if is_none else word)
+    return spelled
+
+
+def _may_be_none(hint: Any) -> bool:
+    choices = get_args(hint)
+    return type(None) in choices and not any("none" in get_args(one) or is_dataclass(one) for one in choices)
+
+
+def _hint(name: str, config: Any) -> Any:
+    """The type of the field whose option is --optim.clip-norm; None where there is no such field."""
+    fields = {called: field for field, called in _called(config).items()}
+    path = name.removeprefix("--").replace("-", "_")
+    *groups, last = fields.get(path, path).split(".")
+    for group in groups:
+        config = getattr(config, group, None)
+    return get_type_hints(type(config)).get(last) if is_dataclass(config) else None
+
+
+_ABOUT = re.compile(r"(?:^Error parsing |argument ')(--[\w.-]+)")
+_STRAY = re.compile(r"^Unrecognized options: (.*?)(?:, |; |$)")
+_VALUES = {int: "whole number", float: "number", str: "value", Path: "path"}
+
+
+def _in_plain_words(complaint: str, options: list[str], config: Any) -> str:
+    """The parser's complaint about an option's value, as what was given and what to give; any other as it is."""
+    if about := _ABOUT.search(complaint):
+        name = about[1]
+    elif stray := _STRAY.search(complaint):
+        index = next(k for k, word in enumerate(options) if stray[1] in (word, word.partition("=")[2]))
+        name = next((word.partition("=")[0] for word in options[index::-1] if word.startswith("--")), "")
+        if not name:
+            return f"{stray[1]} stands behind no option; options are written --name value"
+    else:
+        return complaint
+    field = name.removeprefix("--") if _hint(name, config) is not None else _option_name(name)
+    if (hint := _hint(field, config)) is None:
+        return complaint
+    given, is_its = [name], False
+    for word in options:
+        typed, equals, value = word.partition("=") if word.startswith("--") else ("", "", "")
+        is_its = _as_called(f"{typed} ", config) == f"{name} " if typed else is_its
+        if is_its:
+            given = [f"{name}{equals}{value}"] if typed else [*given, word]
+    return f"{' '.join(given)}: {_what_to_give(field, hint)}"
+
+
+def _what_to_give(name: str, hint: Any) -> str:
+    if hint is bool:
+        return f"give {option(name)} or {option(_negated(name))}, without a value"
+    if any(map(is_dataclass, get_args(hint))):
+        return "this recipe has none, and an option cannot give it one; choose a recipe that has"
+    return f"give {_values(hint)}"
+
+
+def _values(hint: Any) -> str:
+    """What an option takes: `a number, or none`."""
+    choices = [one for one in get_args(hint) if one is not type(None)]
+    if get_origin(hint) is Literal:
+        *others, last = map(str, choices)
+        return f"{', '.join(others)} or {last}" if others else last
+    if get_origin(hint) is tuple:
+        word = _VALUES.get(choices[0], "value")
+        return f"any number of {word}s" if choices[-1] is ... else f"{len(choices)} {word}s"
+    if choices:
+        return " or ".join(map(_values, choices)) + (", or none" if _may_be_none(hint) else "")
+    return f"a {_VALUES[hint]}"
 
 
 def option_names(config: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of the options of a dataclass instance."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(value):
             yield from option_names(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}"

@@ -20,6 +20,7 @@ class Rate:
     lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float | None = 1.0
+    average: bool = False
 
     def __post_init__(self) -> None:
         if self.lr < 0:
@@ -33,6 +34,8 @@ class Run:
     out: Path = Path("runs/latest")
     resume: str | None = None
     quick: bool = False
+    code: Literal["int8", "int4"] | None = None
+    sizes: tuple[int, ...] = ()
     optim: Rate = field(default_factory=Rate)
 
 
@@ -51,6 +54,10 @@ def parsed(*argv: str) -> Run:
         ("recipe=gpt2_124m --steps 5", Run(steps=5, optim=Rate(lr=6e-4))),
         ("--steps 5 --recipe=gpt2_124m", Run(steps=5, optim=Rate(lr=6e-4))),
         ("--optim.clip-norm None", Run(optim=Rate(clip_norm=None))),
+        ("--optim.clip-norm none", Run(optim=Rate(clip_norm=None))),
+        ("optim.clip-norm=NONE --resume None --code none", Run(optim=Rate(clip_norm=None))),
+        ("--out none", Run(out=Path("none"))),
+        ("--optim.no-average --no-quick", Run()),
         ("--optim.clip-norm=2", Run(optim=Rate(clip_norm=2.0))),
         ("optim.clip_norm=2 --optim.betas 0.8 0.9", Run(optim=Rate(betas=(0.8, 0.9), clip_norm=2.0))),
         ("--quick", Run(quick=True)),
@@ -80,12 +87,26 @@ def test_options_change_the_recipe(argv: str, expected: Run) -> None:
         ("--lr 3", "no option --lr, did you mean --optim.lr?"),
         ("--recipe debgu", "no recipe 'debgu', did you mean debug?; the recipes are debug, gpt2_124m"),
         ("--recipe", "no recipe ''; the recipes are debug, gpt2_124m"),
-        ("--steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
-        ("--steps 2.5", "--steps"),
-        ("--shape square", "'square' for argument '--shape'. Expected one of ('cosine', 'linear')"),
-        ("--optim.betas 0.9", "Missing value for argument '--optim.betas'. Expected 2 values"),
+        ("--steps many", "--steps many: give a whole number; see llm pretrain --help-all"),
+        ("--steps 2.5", "--steps 2.5: give a whole number; see"),
+        ("--steps=", "--steps=: give a whole number; see"),
+        ("--shape square", "--shape square: give cosine or linear; see"),
+        ("--shape none", "--shape none: give cosine or linear; see"),
+        ("--optim.betas 0.9", "--optim.betas 0.9: give 2 numbers; see"),
+        ("--optim.betas a b", "--optim.betas a b: give 2 numbers; see"),
+        ("--optim.clip-norm far", "--optim.clip-norm far: give a number, or none; see"),
+        ("--optim.clip-norm=", "--optim.clip-norm=: give a number, or none; see"),
+        ("--optim.clip-norm", "--optim.clip-norm: give a number, or none; see"),
+        ("--resume a b", "--resume a b: give a value, or none; see"),
+        ("--code int2", "--code int2: give int8 or int4, or none; see"),
+        ("--sizes 1 a", "--sizes 1 a: give any number of whole numbers; see"),
+        ("--quick yes", "--quick yes: give --quick or --no-quick, without a value; see"),
+        ("--quick=True", "--quick=True: give --quick or --no-quick, without a value; see"),
+        ("--optim.no-average=1", "--optim.no-average=1: give --optim.average or --optim.no-average, without a value"),
+        ("--no-optim.average", "no option --no-optim.average, did you mean --optim.no-average?; see"),
+        ("--no-steps", "llm pretrain has no option --no-steps, did you mean --steps"),
         ("--optim.lr=-1", "lr=-1.0; give lr >= 0"),
-        ("corpus", "Unrecognized options: corpus; see llm pretrain --help"),
+        ("corpus", "corpus stands behind no option; options are written --name value; see llm pretrain --help"),
     ],
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -97,6 +118,18 @@ def test_a_mistake_gets_one_line(argv, says, encoding, capsys, monkeypatch) -> N
     assert "\n" not in str(refusal.value)
     assert not any(part in str(refusal.value) for part in ("│", "─", "----", "; ;", "parsing optim"))
     assert capsys.readouterr().err == ""
+
+
+def test_what_a_recipe_lacks_as_a_whole_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Rotary:
+        scaling: Rate | None = None
+
+    for typed in ("--scaling none", "--scaling=2", "--scaling"):
+        with pytest.raises(
+            UserError, match=f"^{typed}: this recipe has none, and an option cannot give it one; choose"
+        ):
+            parse({"debug": Rotary}, typed.split(), "llm pretrain", default="debug")
 
 
 @dataclass(frozen=True)
@@ -168,7 +201,7 @@ def test_former_names_and_spellings_are_told(argv, expected, notes, capsys, monk
         ("--model a --source b", "--model and --source, its former name; give --model alone"),
         ("--modle a", "llm finetune has no option --modle, did you mean --model"),
         ("--suorce a", "llm finetune has no option --suorce, did you mean --model?"),
-        ("--model", "Missing value for argument '--model'. Expected 1"),
+        ("--model", "--model: give a path; see"),
         ("--model vain", "--model in vain; see llm finetune --help-all"),
     ],
 )
@@ -213,13 +246,14 @@ def test_help_shows_what_most_people_need(capsys: pytest.CaptureFixture[str]) ->
         said = capsys.readouterr().out
         found = re.findall(r"^. --([a-z][\w.-]+)|^ --([a-z][\w.-]+)", said, re.MULTILINE)
         assert [(boxed or plain).replace("-", "_") for boxed, plain in found] == shown
-        assert ("--help-all lists 6 more" in said) == (asked == "--help")
+        assert ("--help-all lists 9 more" in said) == (asked == "--help")
     (lr,) = [line for line in said.splitlines() if "--optim.lr" in line]
     assert "FLOAT" in lr
 
 
 def test_option_names_are_dotted() -> None:
-    names = ["steps", "shape", "out", "resume", "quick", "optim.lr", "optim.betas", "optim.clip_norm"]
+    names = ["steps", "shape", "out", "resume", "quick", "code", "sizes"]
+    names += ["optim.lr", "optim.betas", "optim.clip_norm", "optim.average"]
     assert list(option_names(Run())) == names
 
 
@@ -231,7 +265,9 @@ def test_as_json_keeps_every_field() -> None:
         "out": "runs/latest",
         "resume": None,
         "quick": False,
-        "optim": {"lr": 0.1, "betas": [0.9, 0.95], "clip_norm": 1.0},
+        "code": None,
+        "sizes": [],
+        "optim": {"lr": 0.1, "betas": [0.9, 0.95], "clip_norm": 1.0, "average": False},
     }
 
 
