@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.compat import FakeTensor
 from core.kernels import matmul
 from core.kernels.blocks import Blocks
 from core.kernels.language import tl, triton
@@ -437,15 +438,25 @@ def _softmax_(logits_CV: Tensor, factor_C: Tensor) -> tuple[Tensor, Tensor]:
     tile_tokens = _even_part(num_tokens, TILE_BYTES // (width * dtype.itemsize)) if on_cpu else num_tokens
     wide_TV, softmax_TV = logits_CV.new_empty(2, tile_tokens, width, dtype=dtype)
     max_C, largest_C = logits_CV.new_empty(2, num_tokens, dtype=dtype)
-    for start in range(0, num_tokens, tile_tokens):
-        tile = slice(start, min(start + tile_tokens, num_tokens))
+    _softmax_tiles(logits_CV, factor_C, wide_TV, softmax_TV, max_C, largest_C)
+    return max_C, largest_C.reciprocal_()  # the largest probability is exp(max - max) / sum_exp
+
+
+@operator("softmax_tiles", mutates=("logits_CV", "wide_TV", "softmax_TV", "max_C", "largest_C"))
+def _softmax_tiles(
+    logits_CV: Tensor, factor_C: Tensor, wide_TV: Tensor, softmax_TV: Tensor, max_C: Tensor, largest_C: Tensor
+) -> None:
+    """One operator, since tiles are thousands in a step: a plan, which traces several, would take minutes over them."""
+    if isinstance(logits_CV, FakeTensor):
+        return
+    for start in range(0, len(logits_CV), len(wide_TV)):
+        tile = slice(start, start + len(wide_TV))
         logits_TV = logits_CV[tile]
-        wide = logits_TV if logits_TV.dtype == dtype else wide_TV[: len(logits_TV)].copy_(logits_TV)
+        wide = logits_TV if logits_TV.dtype == wide_TV.dtype else wide_TV[: len(logits_TV)].copy_(logits_TV)
         softmax = torch.softmax(wide, -1, out=softmax_TV[: len(logits_TV)])
         torch.amax(wide, -1, out=max_C[tile])
         torch.amax(softmax, -1, out=largest_C[tile])
         logits_TV.copy_(softmax.mul_(factor_C[tile, None]))
-    return max_C, largest_C.reciprocal_()  # the largest probability is exp(max - max) / sum_exp
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.kernels import cross_entropy as loss_module
 from core.kernels.cross_entropy import linear_cross_entropy
@@ -165,6 +166,25 @@ def test_never_all_logits(monkeypatch):
     with Sizes():
         linear_cross_entropy(x, weight, targets).backward()
     assert largest <= (1 << 14) // 8
+
+
+def test_a_trace_costs_the_same_for_any_number_of_tiles(monkeypatch):
+    """A plan traces steps whose loss has thousands of tiles."""
+    counts = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[-1] += 1
+            return func(*args, **kwargs or {})
+
+    for tile_bytes in (1 << 20, 1 << 10):
+        monkeypatch.setattr(loss_module, "TILE_BYTES", tile_bytes)
+        counts.append(0)
+        with FakeTensorMode():
+            x, weight = (torch.empty(rows, 4, requires_grad=True) for rows in (128, 64))
+            with Count():
+                linear_cross_entropy(x, weight, torch.zeros(128, dtype=torch.long)).backward()
+    assert counts[0] == counts[1]
 
 
 def test_head():
