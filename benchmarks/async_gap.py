@@ -30,6 +30,7 @@ from benchmarks.recurrence import Sizes, learn, paired_interval
 from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
+from core.files import save_figure
 from core.optim.build import OptimConfig
 from core.optim.schedule import ScheduleConfig
 from core.parallel.correction import CorrectionName
@@ -173,7 +174,7 @@ def plot(result: Result, folder: Path) -> Path:
     axes.axvline(WANTED, color="black", linewidth=0.5, linestyle="--")
     axes.set_title("2bw: held-out nats of a byte beyond those without a delay", loc="left", fontsize=9)
     png = folder / "async_gap.png"
-    figure.savefig(png, dpi=120)
+    save_figure(figure, png, 120)
     plt.close(figure)
     return png
 

@@ -28,6 +28,7 @@ from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.compose import parallelize
 from core.config import run_command
+from core.files import save_figure
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
@@ -355,7 +356,7 @@ def plot(result: Result, folder: Path) -> Path:
     _draw_gaps(left, [row for row in result.figures if row.case["from"] == "gaps"])
     _draw_clock(right, [row for row in result.figures if row.case["from"] == "clock"])
     png = folder / "async_pipeline.png"
-    figure.savefig(png, dpi=120)
+    save_figure(figure, png, 120)
     plt.close(figure)
     return png
 

@@ -53,6 +53,7 @@ from benchmarks.offload import CONTENDERS, Ran, Shape, Training, Turn, attempt, 
 from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
+from core.files import save_figure
 from core.gemini.search import choose_chunk_size
 from core.runtime import start
 from core.trace.account import MemoryAccount
@@ -370,7 +371,7 @@ def plot(result: Result, folder: Path) -> Path:
     right.set_title(str(steps[0].case["model"]), fontsize=9)
     figure.tight_layout()
     path = folder / f"{result.name}.png"
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, 120)
     plt.close(figure)
     return path
 

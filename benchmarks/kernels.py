@@ -37,6 +37,7 @@ from benchmarks import liger
 from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import UserError, run_command
+from core.files import save_figure
 from core.kernels import specs
 from core.kernels.operator import forced
 from core.kernels.spec import Case, KernelSpec, Traffic, outputs_of
@@ -521,7 +522,7 @@ def plot(result: Result, folder: Path) -> Path:
     axes.set_title(f"{result.hardware['gpus'] or result.hardware['cpu']}", fontsize=8)
     figure.tight_layout()
     path = folder / f"{result.name}.png"
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, 120)
     plt.close(figure)
     return path
 

@@ -49,6 +49,7 @@ from benchmarks.large_batch_tasks import (
 from benchmarks.result import Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
+from core.files import save_figure
 
 TUNING_SEEDS = (0, 9)
 """A rate is as good as the worse of their runs: what one alone finds best may diverge with another."""
@@ -392,7 +393,7 @@ def plot(result: Result, folder: Path) -> Path:
     _draw_rules(panels[1, 0], result)
     _draw_gap(panels[1, 1], result)
     path = folder / "large_batch.png"
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, 120)
     plt.close(figure)
     return path
 

@@ -36,6 +36,7 @@ from benchmarks.result import ROOT, Measured, Number, Result, Row, Target
 from benchmarks.run import Benchmark, Options, main
 from core.config import run_command
 from core.data import BatchSize, EvalBatches, TokenBatches
+from core.files import save_figure
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.optim import KFAC, OPTIMIZERS, ScheduleConfig, build_optimizer, learning_rate
 from core.optim.prediction import Drawing, drawn_targets
@@ -413,7 +414,7 @@ def plot(result: Result, folder: Path) -> Path:
     right.set_xticks([place + 0.2 for place in range(len(rows))], [str(row.case["optimizer"]) for row in rows])
     right.set_ylabel("to AdamW's final loss, of AdamW's own")
     right.legend(frameon=False)
-    figure.savefig(folder / "optimizers.png", dpi=120)
+    save_figure(figure, folder / "optimizers.png", 120)
     plt.close(figure)
     return folder / "optimizers.png"
 

@@ -28,6 +28,7 @@ from benchmarks.run import Benchmark, Options, main
 from core.compose import ParallelConfig, parallelize
 from core.config import run_command
 from core.estimate import RunShape, Timeline, draw_timelines, timeline_of
+from core.files import save_figure
 from core.mesh import MeshConfig, build_mesh
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.models.plan import pipeline_plan
@@ -272,7 +273,7 @@ def draw_figures(result: Result, png: Path) -> Path:
     panels[1, 0].set_title("bubble of a step on ranks of this machine", loc="left", fontsize=9)
     _bars(panels[1, 1], ranks, {"activations": "kept", "as its actions say": "as its actions say"}, scale=1e-6)
     panels[1, 1].set_title("most activations of a rank, MB", loc="left", fontsize=9)
-    figure.savefig(png, dpi=120)
+    save_figure(figure, png, 120)
     plt.close(figure)
     return png
 

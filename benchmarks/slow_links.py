@@ -50,6 +50,7 @@ from benchmarks.slow_links_peers import beside_torchs_hook
 from core.comm.volume import slow_link, wire_share
 from core.compose import parallelize
 from core.config import UserError, run_command
+from core.files import save_figure
 from core.mesh import MeshConfig, Zero, data_axis
 from core.models.decoder import Decoder, initialise
 from core.models.plan import decoder_plan
@@ -487,7 +488,7 @@ def plot(result: Result, folder: Path) -> Path:
     for axes in (curves, steps):
         axes.legend(fontsize=7)
     png = folder / "slow_links.png"
-    figure.savefig(png, dpi=120)
+    save_figure(figure, png, 120)
     plt.close(figure)
     return png
 

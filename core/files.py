@@ -8,6 +8,7 @@ file itself (`signed`, `unsigned`); that of another stands in a signed JSON file
 that lies within 32 bits, and of others all but one in 4 billion; it is against damage, not against forgery.
 """
 
+import io
 import json
 import os
 import re
@@ -105,7 +106,12 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write, and return only when it is on the disk."""
-    with naming(path), path.open("wb") as file:
+    with naming(path):
+        _write(path, content)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
         file.write(content)
         sync(file)
 
@@ -130,7 +136,18 @@ def asides(path: Path) -> Iterator[Path]:
 def replace_file(path: Path, content: bytes) -> None:
     """Write aside, then rename: the file is never half there, and is on the disk when this returns."""
     with replacing(path) as aside:
-        write_file(aside, content)
+        _write(aside, content)
+
+
+def save_figure(figure: Any, path: Path, dpi: int) -> None:
+    """A matplotlib figure as a picture: a PNG, unless the name ends in another format of matplotlib's.
+
+    It is drawn in memory, so that a full disk leaves what was there.
+    """
+    picture, ending = io.BytesIO(), path.suffix.removeprefix(".").lower()
+    figure.savefig(picture, dpi=dpi, format=ending if ending in figure.canvas.get_supported_filetypes() else "png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, picture.getvalue())
 
 
 def sync(file: IO[bytes]) -> None:

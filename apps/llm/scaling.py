@@ -19,7 +19,7 @@ from apps.llm.model import find_model
 from core.config import UserError, parse
 from core.data import RampConfig
 from core.data.ramp import BatchSize
-from core.files import naming
+from core.files import save_figure
 from core.metrics import read_metrics
 from core.models.decoder import DecoderConfig, decoder_without_memory
 from core.optim.roles import role_of
@@ -272,9 +272,7 @@ def draw(png: Path, runs: Sequence[Run], found: Fit, flops: float | None) -> Pat
         right.axvline(flops, color="#d1495b", linewidth=1, label="budget")
     right.set(xlabel="FLOPs = 6 N D", xscale="log", yscale="log")
     right.legend(frameon=False, fontsize=8)
-    png.parent.mkdir(parents=True, exist_ok=True)
-    with naming(png):
-        figure.savefig(png, dpi=150, format="png")
+    save_figure(figure, png, 150)
     return png
 
 

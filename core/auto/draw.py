@@ -9,7 +9,7 @@ from core.auto.step_time import StepClock
 from core.auto.strategies import Plan
 from core.estimate.draw import draw_timeline
 from core.estimate.shape import ModelShape
-from core.files import naming
+from core.files import save_figure
 
 
 def draw_plans(png: str | Path, model: ModelShape, plans: Sequence[Plan], cluster: Cluster) -> Path:
@@ -47,9 +47,7 @@ def draw_plans(png: str | Path, model: ModelShape, plans: Sequence[Plan], cluste
             _draw_parts(step, first)
             step.set_title(f"plan 1: {first.step_s:.3g} s", loc="left")
         step.set_xlabel("s")
-        Path(png).parent.mkdir(parents=True, exist_ok=True)
-        with naming(Path(png)):
-            figure.savefig(png, dpi=150)
+        save_figure(figure, Path(png), 150)
         plt.close(figure)
     return Path(png)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from core.estimate.pipeline import Timeline
-from core.files import naming
+from core.files import save_figure
 from core.parallel.pipeline.schedule import Kind
 
 _COLOURS = {Kind.FORWARD: "#30638e", Kind.BACKWARD: "#d1495b", Kind.INPUT: "#edae49", Kind.WEIGHTS: "#66a182"}
@@ -47,9 +47,7 @@ def draw_timelines(png: str | Path, timelines: Mapping[str, Timeline], unit: str
         handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in Kind if kind in kinds]
         labels = [_NAMES[kind] for kind in Kind if kind in kinds]
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False)
-        Path(png).parent.mkdir(parents=True, exist_ok=True)
-        with naming(Path(png)):
-            figure.savefig(png, dpi=150)
+        save_figure(figure, Path(png), 150)
         plt.close(figure)
     return Path(png)
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from core.config import in_words
-from core.files import naming
+from core.files import save_figure
 from core.trace.graph import MEMORY_KINDS, Graph, MemoryKind, Node, NodeKind, Storage, Until
 
 
@@ -240,7 +240,5 @@ def draw_memory(graph: Graph, png: str | Path, title: str = "") -> Path:
         axes.set_ylim(0, 1.12 * max(peak.num_bytes, 1))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda num_bytes, _: in_words(num_bytes)))
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        Path(png).parent.mkdir(parents=True, exist_ok=True)
-        with naming(Path(png)):
-            figure.savefig(png, dpi=150, format="png")
+        save_figure(figure, Path(png), 150)
     return Path(png)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from core.files import naming
+from core.files import save_figure
 from core.gemini.residency import ResidencyPlan
 from core.gemini.trace import Trace
 
@@ -107,9 +107,7 @@ def draw_memory(
             axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         panels[-1].set_xlabel("moments of a step: forward, backward (grey), update (blue)")
         figure.suptitle(plan.describe().replace("; ", "\n"), fontsize=8)
-        Path(png).parent.mkdir(parents=True, exist_ok=True)
-        with naming(Path(png)):
-            figure.savefig(png, dpi=150)
+        save_figure(figure, Path(png), 150)
         plt.close(figure)
     return Path(png)
 

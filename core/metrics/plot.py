@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from core.files import naming
+from core.files import save_figure
 from core.metrics.log import read_metrics
 
 _PANELS = {
@@ -49,9 +49,7 @@ def plot_loss(
         for column, key in enumerate(panels):
             label = _PANELS[key].replace("tokens", counted)
             _draw_panel(figure.add_subplot(grid[1, column]), rows, key, label)
-        Path(png).parent.mkdir(parents=True, exist_ok=True)
-        with naming(Path(png)):
-            figure.savefig(png, dpi=150, format="png")
+        save_figure(figure, Path(png), 150)
     return Path(png)
 
 

@@ -38,6 +38,7 @@ from apps.fold.training.recipes import RECIPES
 from apps.fold.weights.folder import load_folder, read_note, save_folder
 from apps.fold.weights.source import is_multimer
 from core.config import UserError, parse, run_command
+from core.files import save_figure
 from core.run_folder import made_anew
 
 NAME = "python -m apps.fold.demo"
@@ -196,7 +197,7 @@ def draw(path: Path, shown: list[Shown]) -> None:
         curve.set(xlabel="residue", ylim=(0, 1), xlim=(0, max(1, len(one.lddt) - 1)))
         curve.legend(fontsize=8, loc="lower left")
     figure.suptitle("not for science: a toy that knows the memorised chains by heart", fontsize=11)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, 110)
     plt.close(figure)
 
 

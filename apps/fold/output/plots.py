@@ -10,6 +10,7 @@ import numpy as np
 from apps.fold.features.sequences import chain_id
 from apps.fold.model import residues
 from apps.fold.output.confidence import Folded
+from core.files import save_figure
 
 # Bands of confidence and their colours, as the AlphaFold database has them.
 BANDS = ((0, 50, "#ff7d45"), (50, 70, "#ffdb13"), (70, 90, "#65cbf3"), (90, 100, "#0053d6"))
@@ -54,7 +55,7 @@ def _save(figure: Any, path: Path) -> None:
     """A letter of a name that no font here has is drawn as a box; other files have the name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path, 120)
 
 
 def _borders(folded: Folded) -> list[float]:
