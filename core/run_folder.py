@@ -19,10 +19,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from core.config import UserError
+from core.config import UserError, in_one_line
 from core.files import Damaged, naming, replace_file, signed, unsigned
 
 _LOCK, _MADE = ".lock", ".made"
+
+
+@contextmanager
+def behind_checkpoint(step: int, then: str) -> Iterator[None]:
+    """What a finished run writes: where the disk is full, the line says what is saved and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if in_one_line(error) is None:
+            raise
+        where = "" if error.filename is None else f"{error.filename}: "
+        raise UserError(f"{where}{error.strerror}; the checkpoint of step {step} is saved: {then}") from None
 
 
 @contextmanager

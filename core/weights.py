@@ -15,7 +15,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,7 @@ def save_weights(
     Consumes the stream holding no more than one shard. What the folder held under these names is replaced at the end.
     """
     folder = Path(folder)
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     total_bytes = 0
@@ -176,6 +177,9 @@ def save_weights(
     except BaseException:
         for i in range(len(shards) + 1):
             _aside(folder, i).unlink(missing_ok=True)
+        if made:
+            with suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
         raise
     count = len(shards)
     names = (

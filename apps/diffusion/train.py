@@ -37,6 +37,7 @@ from core.nn.by_kernels import by_kernels
 from core.optim.average import WeightAverage, ramp
 from core.optim.build import build_optimizer
 from core.precision import compute_dtype
+from core.run_folder import behind_checkpoint
 from core.runtime import freed_memory_given_back, launched, leads, start
 from core.train import checkpoint_path, fit, launch_run, open_run
 
@@ -101,7 +102,8 @@ def train(config: DiffusionConfig) -> dict[str, Any]:
             # cycles.
             del pipeline, model, parallel, optimizer, average, validation, batches, heldout, objective
             gc.collect()
-            with freed_memory_given_back(0, runtime.device):
+            behind = behind_checkpoint(summary["step"], "free space, and continue with --resume")
+            with freed_memory_given_back(0, runtime.device), behind:
                 save(config)
     return summary
 
@@ -231,7 +233,8 @@ LORA_FILES: dict[Layout, str] = {"diffusers": "pytorch_lora_weights.safetensors"
 
 def report(config: DiffusionConfig, summary: dict[str, Any]) -> None:
     """Print the run's results, and the commands that take them next."""
-    plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="rows")
+    with behind_checkpoint(summary["step"], "free space, and continue with --resume"):
+        plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="rows")
     if not finished(config, summary):
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
         return

@@ -7,6 +7,7 @@ averaged weights as a folder that `fold predict --model` takes.
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from core.metrics import plot_loss
 from core.optim.average import WeightAverage, unbiased
 from core.optim.build import build_optimizer
 from core.precision import compute_dtype
+from core.run_folder import behind_checkpoint
 from core.runtime import Runtime, agreed, launched, require_compiler, start
 from core.trace.machine import Bandwidth, Speed
 from core.trace.segments import Segments
@@ -179,8 +181,14 @@ def _read(folders: list[Path], there: Beside, selection: Selection, cache: Path,
 
 def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any]) -> None:
     """Print the run's results, and the commands that take them next."""
-    plot_loss(config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="chains")
+    with behind_checkpoint(summary["step"], "free space, and continue with --resume"):
+        _write_results(config, model, summary)
+
+
+def _write_results(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any]) -> None:
+    curves = partial(plot_loss, config.out / "metrics.jsonl", config.out / "loss.png", unit="", counted="chains")
     if summary["status"] == "stopped" or summary["step"] < config.steps:
+        curves()
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
         return
     with torch.device("meta"):
@@ -191,6 +199,7 @@ def report(config: FoldTrainConfig, model: ModelConfig, summary: dict[str, Any])
     keys = {name: f"{'average' if name in averaged else 'model'}/{name}" for name, _ in network.named_parameters()}
     found = read_full(checkpoint_path(config.out), list(keys.values()))
     save_folder(config.out / "model", model, {name: found[key].float() for name, key in keys.items()}, config.note)
+    curves()
     for name in ("loss", "validation_lddt_ca", "validation_plddt", "wall_s"):
         if summary.get(name) is not None:
             print(f"{name:24} {summary[name]:,.4g}")

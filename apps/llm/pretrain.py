@@ -38,6 +38,7 @@ from core.optim.build import build_optimizer
 from core.placement.stages import Costs
 from core.placement.table import Transforms
 from core.precision import compute_dtype
+from core.run_folder import behind_checkpoint
 from core.runtime import Runtime, agreed, device_bytes, device_kind, launched, leads, ranks_of, start
 from core.trace.machine import Bandwidth, Speed
 from core.trace.segments import Segments
@@ -105,7 +106,8 @@ def train(config: PretrainConfig, corpus: Corpus, materialise: Callable[[nn.Modu
             predict=predicted,
         )
         if runtime.leads:
-            corpus.tokenizer.save(config.out / "tokenizer")
+            with behind_checkpoint(summary["step"], "free space, and continue with --resume"):
+                corpus.tokenizer.save(config.out / "tokenizer")
     return summary
 
 
@@ -195,8 +197,9 @@ def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
     """Print the run's results, and the commands that take them next."""
     if summary["status"] == "followed":  # the replica that led to the end tells of it
         return
-    plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
     if summary["status"] == "stopped" or summary["step"] < config.steps:
+        with behind_checkpoint(summary["step"], "free space, and continue with --resume"):
+            plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
         print(f"stopped after step {summary['step']} of {config.steps}, saved; continue with --resume")
         return
     measured = ("heldout_bits_per_byte", "heldout_pseudo_perplexity", "tokens_per_s", "mfu", "device_peak_bytes")
@@ -210,8 +213,12 @@ def report(config: PretrainConfig, summary: dict[str, Any]) -> None:
     if config.hf:
         where: Path | str = "none: " + NO_ARCHITECTURE
         if has_architecture(config.model):
-            where = export(config.out, config.out / "hf", config.hf_dtype)
+            elsewhere = f"write elsewhere by megalith llm export --model {config.out} --out FOLDER"
+            with behind_checkpoint(summary["step"], f"free space and give --resume, or {elsewhere}"):
+                where = export(config.out, config.out / "hf", config.hf_dtype)
         print(f"{'Hugging Face folder':24} {where}")
+    with behind_checkpoint(summary["step"], "only the picture is missing; free space and give --resume for it"):
+        plot_loss(config.out / "metrics.jsonl", config.out / "loss.png")
     print(f"{'loss curve':24} {config.out / 'loss.png'}")
     print(f"{'metrics':24} {config.out / 'metrics.jsonl'}")
 

@@ -11,6 +11,7 @@ from core.checkpoint import inspect
 from core.config import UserError
 from core.models import load_pretrained
 from core.train import checkpoint_path
+from tests.support.full_disk import limited_files
 
 OPTIONS = (
     "--device cpu --steps 1 --data.tokenizer byte --data.global-batch 2 --data.sequence-length 16 --model.dim 16 "
@@ -64,3 +65,25 @@ def test_export_takes_the_format_as_an_option(text, tmp_path):
 def test_a_format_without_a_folder_is_refused(text, tmp_path):
     with pytest.raises(UserError, match="hf_dtype=bf16 without a folder"):
         run(text, tmp_path / "run", "--no-hf", "--hf-dtype", "bf16")
+
+
+def test_a_full_disk_behind_the_last_step_is_told_with_what_is_saved(text, tmp_path, monkeypatch):
+    """Weights come before the picture, and what is begun goes."""
+    reported = []
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "report", lambda *given: reported.append(given))
+        out = run(text, tmp_path / "run")
+    begins = r"File too large; the checkpoint of step 1 is saved: "
+    elsewhere = f"free space and give --resume, or write elsewhere by megalith llm export --model {out} --out FOLDER"
+    with pytest.raises(UserError, match=f"/hf/.*: {begins}{elsewhere}$"), limited_files(1000):
+        pretrain.report(*reported[0])
+    assert not (out / "hf").exists()
+    assert not (out / "loss.png").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "export", lambda *_: None)
+        picture = "only the picture is missing; free space and give --resume for it"
+        with pytest.raises(UserError, match=f"/run/loss.png: {begins}{picture}$"), limited_files(1000):
+            pretrain.report(*reported[0])
+    assert pretrain.main([*OPTIONS.split(), "--data.path", str(text), "--out", str(out), "--resume"]) == 0
+    assert (out / "loss.png").exists()
+    assert formats(out / "hf")[0] == torch.float32
