@@ -5,7 +5,7 @@ logprobs and all.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from apps.serve.api import Call
@@ -172,8 +172,9 @@ def _joined(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, Any
 
 def _with_offsets(text: Text, tokens: Sequence[Token]) -> list[Token]:
     """A prompt's tokens with the place of each in its text."""
-    detokenizer, offset, placed = text.detokenizer(()), 0, []
+    detokenizer, offsets = text.detokenizer(()), []
     for token in tokens:
-        placed.append(Token(token.id, offset, token.logprob, token.top))
-        offset += len(detokenizer.push(token.id))
-    return placed
+        detokenizer.push(token.id)
+        offsets.append(0)
+        offsets[-len(detokenizer.offsets) :] = detokenizer.offsets
+    return [replace(token, offset=offset) for token, offset in zip(tokens, offsets, strict=True)]

@@ -9,6 +9,7 @@ The text of a sequence is what its deltas add up to, by construction.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 _INCOMPLETE = "\ufffd"
 _CONTEXT_TOKENS = 4
@@ -17,7 +18,11 @@ _MOST_WAITING = 8
 
 
 class Detokenizer:
-    """`decode` is a tokenizer's: ids -> text."""
+    """`decode` is a tokenizer's: ids -> text.
+
+    offsets  of the tokens pushed last, whose text was not known before the last of them: characters of the text before
+             each. Where a token goes on with a character it is the character's.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()):
         self._decode = decode
@@ -26,15 +31,23 @@ class Detokenizer:
             self._ids = []
         self._context = len(self._ids)  # the first ids, whose text is known
         self._shown = 0  # characters shown beyond the context's
+        self._num_before = 0  # characters of the text up to there
+        self._prefixes = [""]  # the new text before each token, and behind the last
+        self.offsets: list[int] = []
 
     def push(self, token: int) -> str:
         """The characters that this token completes."""
         self._ids.append(token)
         text = self._new_text()
+        self._prefixes = [*self._prefixes[-_MOST_WAITING - 1 :], text]
+        places = (_begin(before, after, text) for before, after in pairwise(self._prefixes))
+        self.offsets = [self._num_before + place for place in places]
         if not text.endswith(_INCOMPLETE):
             new = text[self._shown :]
             if text:  # what was just shown is context for what comes
                 self._ids, self._context, self._shown = self._ids[self._context :], len(self._ids) - self._context, 0
+                self._num_before += len(text)
+                self._prefixes = [""]
             return new
         if len(self._ids) - self._context <= _MOST_WAITING:
             return ""
@@ -53,6 +66,14 @@ class Detokenizer:
         return self._decode(self._ids)[len(known) :]
 
 
+def _begin(before: str, after: str, text: str) -> int:
+    """Where in a text a token begins, which made `after` of `before`, the text's beginning as it looked then."""
+    differs = (k for k, (one, other) in enumerate(zip(before, text)) if one != other)
+    common = len(before) if text.startswith(before) else next(differs, len(text))
+    goes_on = before == after and before.endswith(_INCOMPLETE) and common == len(before)
+    return common - 1 if goes_on else common
+
+
 class TextStream:
     """The text of one sequence, released as far as no stop string can begin in what is released."""
 
@@ -66,6 +87,11 @@ class TextStream:
     def push(self, token: int) -> str:
         """Take a token; return what may be shown now. `stopped`: a stop string is complete, and the text ends there."""
         return self._grow(self._detokenizer.push(token))
+
+    @property
+    def offsets(self) -> list[int]:
+        """See `Detokenizer`."""
+        return self._detokenizer.offsets
 
     def finish(self) -> str:
         """Return the text that is left; a stop string may be complete only now."""

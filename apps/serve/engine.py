@@ -31,6 +31,7 @@ from apps.serve.request import (
     Sequence,
     State,
     Token,
+    placed,
     too_long,
 )
 from apps.serve.runner import Runner, Step
@@ -478,9 +479,10 @@ class Engine:
             text = stream.finish()
             sequence.pending.append(Token(sampled.id, len(stream.text), sampled.logprob, sampled.top, ends=True))
         else:
-            token = Token(sampled.id, len(stream.text), sampled.logprob, sampled.top)
-            sequence.pending.append(token)
             text = stream.push(sampled.id)
+            *others, offset = stream.offsets
+            token = Token(sampled.id, offset, sampled.logprob, sampled.top)
+            sequence.pending = [*placed(sequence.pending, others), token]
             if stream.stopped:
                 finish = "stop"
             elif sequence.num_written >= request.max_tokens:

@@ -6,7 +6,8 @@ prompt; the others are held back until it is in the pages, and find it there.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Literal
 
@@ -99,6 +100,14 @@ class Token:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     ends: bool = False
+
+
+def placed(tokens: Ordered[Token], offsets: Ordered[int]) -> list[Token]:
+    """The tokens, the last of them with these offsets; of more offsets than tokens the last ones count."""
+    count = min(len(tokens), len(offsets))
+    first = len(tokens) - count
+    last = (replace(token, offset=offset) for token, offset in zip(tokens[first:], offsets[len(offsets) - count :]))
+    return [*tokens[:first], *last]
 
 
 @dataclass(frozen=True)

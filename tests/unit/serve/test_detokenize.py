@@ -41,6 +41,61 @@ def test_characters_come_whole(written):
     assert "\ufffd" in written or not any("\ufffd" in piece for piece in shown)
 
 
+def placed(text, ids):
+    """Offsets of tokens that come one by one, each as soon as its text is shown; then they do not change any more."""
+    detokenizer, offsets, shown = text.detokenizer(()), [], 0
+    for token in ids:
+        shown_offsets = [offset for offset in offsets if offset < shown]
+        shown += len(detokenizer.push(token))
+        offsets.append(0)
+        offsets[-len(detokenizer.offsets) :] = detokenizer.offsets
+        assert offsets[: len(shown_offsets)] == shown_offsets
+    return offsets
+
+
+class Fallback:
+    """A decoder that shows each byte of half a character, as sentencepiece's do."""
+
+    def decode(self, ids):
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "".join(chr(i) if i < 128 else "\ufffd" for i in ids)
+
+    def detokenizer(self, prompt):
+        return Detokenizer(self.decode, prompt)
+
+
+@pytest.mark.parametrize("text", [BYTES, Fallback()], ids=["bytes", "fallback"])
+@pytest.mark.parametrize(
+    ("ids", "offsets"),
+    [
+        ([240, 42, 43], [0, 1, 2]),
+        ([240, 240, 42], [0, 1, 2]),
+        ([42, 240, 42], [0, 1, 2]),
+        ([*"é1日🙂x".encode()], [0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 4]),
+        ([0x80] * 30 + [42], list(range(31))),
+    ],
+)
+def test_a_token_stands_where_its_text_begins(text, ids, offsets):
+    assert placed(text, ids) == offsets
+
+
+def test_tokens_of_one_broken_character_stand_together():
+    assert placed(BYTES, [240, 159, 42]) == [0, 0, 1]
+
+
+@many
+@given(st.lists(st.integers(0, 288), max_size=40))
+def test_offsets_are_those_of_the_whole_text(ids):
+    """They never fall, and behind a token that ends a character stands the next one."""
+    offsets = placed(BPE, ids)
+    assert offsets == sorted(offsets)
+    for k in range(1, len(ids)):
+        if not BPE.decode(ids[:k]).endswith("\ufffd"):
+            assert offsets[k] == len(BPE.decode(ids[:k]))
+
+
 def test_a_prompt_that_ends_inside_a_character_does_not_come_back():
     prompt = [*b"The price is 5 ", 0xE2, 0x82]
     shown = pieces(BYTES, prompt, [0xAC, *b" only"])

@@ -116,6 +116,24 @@ def test_a_stream_adds_up_to_the_whole(client, seed):
         assert not any(c.text.endswith("\ufffd") and not choice.text.count("\ufffd") for c in mine)
 
 
+def test_offsets_behind_what_is_no_character(client):
+    """A prompt's tokens, and written ones, which come with their text: random bytes are no UTF-8."""
+    answer = client.completions.create(
+        model="first", prompt=[240, 10, 11], max_tokens=60, temperature=1.5, seed=3, logprobs=0, echo=True
+    )
+    (choice,) = answer.choices
+    assert choice.logprobs.text_offset[:3] == [0, 1, 2]
+    read = client.completions.create(
+        model="first", prompt=[240, 10, 11], max_tokens=0, logprobs=0, echo=True
+    ).choices[0]  # fmt: skip
+    assert read.text == "\ufffd\n\x0b"
+    assert read.logprobs.text_offset == [0, 1, 2]
+    offsets = choice.logprobs.text_offset
+    assert offsets == sorted(offsets)
+    for token, offset in zip(choice.logprobs.tokens, offsets):
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+
+
 def test_logprobs(client):
     answer = client.completions.create(
         model="first", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3, echo=True
