@@ -166,10 +166,16 @@ def build(config: MsaServerConfig, keys: Keys) -> "tuple[Tickets, FastAPI]":
 def uvicorn_config(app: "FastAPI") -> "uvicorn.Config":
     import uvicorn
 
-    from core.web.wire import Protocol
+    from core.web.wire import HEAD_BYTES, Protocol
 
     return uvicorn.Config(
-        app, log_level="warning", access_log=False, http=Protocol, ws="none", timeout_graceful_shutdown=5
+        app,
+        log_level="warning",
+        access_log=False,
+        http=Protocol,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        ws="none",
+        timeout_graceful_shutdown=5,
     )
 
 

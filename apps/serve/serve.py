@@ -21,7 +21,7 @@ from core.quant import stored_bytes
 from core.runtime import launch, launched, start
 from core.web.key import read_key
 from core.web.listen import Listener, address_of, bind, not_ours
-from core.web.wire import Protocol
+from core.web.wire import HEAD_BYTES, Protocol
 
 log = logging.getLogger("serve")
 
@@ -82,6 +82,7 @@ def uvicorn_config(server: Server) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         http=Protocol,
+        h11_max_incomplete_event_size=HEAD_BYTES,
         ws="none",
         timeout_graceful_shutdown=5,
     )

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -347,6 +348,8 @@ def _add_errors(app: FastAPI) -> None:
         return _json(ApiError(400, f"{param}: {message}" if param else message, param=param).body, 400)
 
     async def http_error(request: Request, error: HTTPException) -> Response:
+        if error.__cause__ is not None:  # FastAPI's of a body that Python's JSON refuses by another error than its own
+            return _json(ApiError(400, _unreadable(error.__cause__)).body, 400)
         what = _no_such_path(request) if error.status_code in (404, 405) else str(error.detail)
         return _json(ApiError(error.status_code, what).body, error.status_code, error.headers)
 
@@ -371,6 +374,17 @@ def _no_such_path(request: Request) -> str:
     return f"this server has no {request.method} {request.url.path[:100]}; it answers {known}"
 
 
+def _unreadable(cause: BaseException) -> str:
+    """What is wrong with a body that cannot be read as JSON."""
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the body is not UTF-8: its byte {cause.start} is of no character; send JSON in UTF-8"
+    if isinstance(cause, RecursionError):
+        return "the body's lists and objects are nested too deeply; no field of this server's is so deep"
+    if isinstance(cause, ValueError):  # Python's limit on digits
+        return f"the body has a whole number of more than {sys.get_int_max_str_digits()} digits; give a smaller one"
+    return "the body cannot be read as JSON"
+
+
 def _complaint(error: RequestValidationError) -> tuple[str | None, str]:
     """The field, as a path, and what is wrong with it. Of several forms the one that fits furthest."""
     found = []
@@ -378,8 +392,12 @@ def _complaint(error: RequestValidationError) -> tuple[str | None, str]:
         if one["type"] == "json_invalid":
             return None, "the body is not valid JSON"
         found.append((_path(one["loc"], error.body, one["type"] == "missing"), one))
+    if not error.body and all(one["type"] == "missing" and len(one["loc"]) == 1 for _, one in found):
+        return None, "the body is empty; send a JSON object, with the fields of this call"
     path, one = max(found, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
     message = "this server has no such field" if one["type"] == "extra_forbidden" else one["msg"]
+    if not path:
+        message = "the body is no JSON object; send one, with the fields of this call"
     shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     return shown or None, message
 

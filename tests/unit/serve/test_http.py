@@ -134,6 +134,41 @@ def test_offsets_behind_what_is_no_character(client):
         assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt": "\xff"}', "the body is not UTF-8: its byte 12 is of no character; send JSON in UTF-8"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "the body has a whole number of more than 4300 digits; give a smaller one"),
+        (b"[" * 90_000, "the body's lists and objects are nested too deeply; no field of this server's is so deep"),
+        (b"", "the body is empty; send a JSON object, with the fields of this call"),
+        (b"null", "the body is no JSON object; send one, with the fields of this call"),
+        (b"[1]", "the body is no JSON object; send one, with the fields of this call"),
+        (b"7", "the body is no JSON object; send one, with the fields of this call"),
+        (b"{}", "prompt: Field required"),
+        (b"{", "the body is not valid JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_body_as_a_whole(running, body, says):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        status, _, answer = post(running.port, path, body)
+        assert status == 400
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["error"]["message"].startswith(says.replace("prompt", "messages") if "chat" in path else says)
+
+
+def test_the_head_of_a_request_is_bounded(running):
+    """However it comes: at once, and in pieces."""
+    both = "too long; this server takes 65536 bytes of both together"
+    assert get(running.port, "/health", x="a" * 60_000)[0] == 200
+    for size in (100_000, 3_000_000):
+        status, _, answer = get(running.port, "/health", x="a" * size)
+        assert (status, answer.decode()) == (431, f"the headers are {both}")
+        status, _, answer = get(running.port, "/" + "a" * size)
+        assert (status, answer.decode()) == (414, f"the URL is {both}")
+    assert raw(running.port, b"nonsense\r\n\r\n")[0] == 400
+    assert get(running.port, "/health")[0] == 200
+
+
 def test_logprobs(client):
     answer = client.completions.create(
         model="first", prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3, echo=True
