@@ -24,7 +24,7 @@ def test_a_gpu_learns_what_the_cpu_learns(tmp_path: Path, zero: int) -> None:
 
 
 def test_kernels_learn_what_torch_learns(tmp_path: Path) -> None:
-    theirs = _pretrain(tmp_path / "torch", "--device", DEVICE)
+    theirs = _pretrain(tmp_path / "torch", "--device", DEVICE, "--no-shown-kernels")
     ours = _pretrain(tmp_path / "kernels", "--device", DEVICE, "--kernels")
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-4)
 

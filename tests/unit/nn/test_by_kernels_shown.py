@@ -17,6 +17,7 @@ from core.kernels.shown_right import shown
 from core.models import SHAPES, Decoder
 from core.nn.attention import attend, rotate_both
 from core.nn.by_kernels import FAMILIES, attend_by_kernel, by_kernels
+from core.optim import OptimConfig
 from tests.support.fake_gpu import fake_gpu, on_fake_gpu
 
 
@@ -54,13 +55,14 @@ def test_the_default_of_training_follows_the_table(gpu: Path, monkeypatch: pytes
     monkeypatch.setattr("apps.llm.pretrain.shown", lambda: shown(gpu))
     write(gpu, attention=(True, 0.6), layer_norm=(True, 1.1), rope=(True, 1.0), swiglu=(False, 2.0))
 
-    def taken(device: str, **options: bool) -> set[str]:
+    def taken(device: str, **options: Any) -> set[str]:
         runtime: Any = SimpleNamespace(device=torch.device(device), leads=True)
         plan = kernels(PretrainConfig(**options), runtime)
         return set(plan[""].keywords["families"]) if plan else set()  # pyright: ignore[reportFunctionMemberAccess]
 
     assert taken("cuda") == {"layer_norm", "rope"}
     assert taken("cuda", kernels=True) == taken("cuda", kernels=True, shown_kernels=False) == set(FAMILIES)
+    assert taken("cuda", optim=OptimConfig("hessian_free")) == set()
     assert taken("cuda", shown_kernels=False) == taken("cpu") == taken("cpu", kernels=True) == set()
 
 
