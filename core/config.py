@@ -502,6 +502,8 @@ def _values(hint: Any) -> str:
         *others, last = map(str, choices)
         return f"{', '.join(others)} or {last}" if others else last
     if get_origin(hint) is tuple:
+        if get_origin(choices[0]) is Literal:
+            return f"one or more of {_values(choices[0])}"
         word = _VALUES.get(choices[0], "value")
         return f"any number of {word}s" if choices[-1] is ... else f"{len(choices)} {word}s"
     if choices:

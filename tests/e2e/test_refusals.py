@@ -28,7 +28,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--stpes", 3), ("--stpes", "--steps")),
         (("--steps", "many"), ("--steps", "many")),
         (("--steps", 0), ("steps=0",)),
-        (("--zero", 4), ("'4'", "'3'")),
+        (("--zero", 4), ("--zero 4", "give 0, 1, 2 or 3")),
         (("--precision", "fp8"), ("fp8", "bf16")),
         (("--recipe", "gpt2_125m"), ("gpt2_125m", "gpt2_124m")),
         (("--nproc", 3, "--mesh.tp", 3), ("8 heads", "tp=3", "{1, 2, 4, 8}")),

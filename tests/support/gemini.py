@@ -116,7 +116,7 @@ def train(
         made.step()
         made.zero_grad()
         losses.append(float(value.detach()))
-    values = {n: p.detach().clone() for n, p in model.named_parameters()} if gemini is None else gemini.state_dict()
+    values = {n: v.detach().clone() for n, v in model.state_dict().items()} if gemini is None else gemini.state_dict()
     return Run(losses, values, gemini)
 
 
