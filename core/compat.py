@@ -5,6 +5,7 @@ What takes long to import is imported when it is asked for. Operators (`torch.op
 which torch documents, are no matter of this file.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ __all__ = [
     "backward_number",
     "current_node",
     "symbolic_shapes",
+    "traced_add_param_group",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -53,6 +55,10 @@ __all__ = [
 
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 """The name of the log in which torch tells of operators that cannot run without values."""
+
+traced_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+"""`Optimizer.add_param_group` as torch.compile may trace it: what hides it from there imports the compiler, seconds in
+the first optimizer of a process."""
 
 OUTSIDE = -1
 """`backward_number()`, torch's number of the running backward, where none runs."""

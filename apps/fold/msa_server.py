@@ -27,7 +27,6 @@ from core.config import UserError, parse, size_in_bytes
 from core.run_folder import hold
 
 if TYPE_CHECKING:
-    import uvicorn
     from fastapi import FastAPI
 
     from apps.fold.service.tickets import Tickets
@@ -127,7 +126,7 @@ def _run(config: MsaServerConfig, keys: Keys) -> int:
 
     listening = bind(config.host, config.port)
     tickets, app = build(config, keys)
-    if not asyncio.run(_listen(config, keys, tickets, uvicorn_config(app), listening)):
+    if not asyncio.run(_listen(config, keys, tickets, app, listening)):
         # Threads wait for searches, which end with this process, however it ends; their tickets are on the disk.
         log.info("%d tickets are left for the next start", tickets.num_running + tickets.num_waiting)
         sys.stdout.flush()
@@ -163,29 +162,13 @@ def build(config: MsaServerConfig, keys: Keys) -> "tuple[Tickets, FastAPI]":
     return tickets, build_app(tickets, keys, metrics, of_http, templates)
 
 
-def uvicorn_config(app: "FastAPI") -> "uvicorn.Config":
-    import uvicorn
-
-    from core.web.wire import HEAD_BYTES, Protocol
-
-    return uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        http=Protocol,
-        h11_max_incomplete_event_size=HEAD_BYTES,
-        ws="none",
-        timeout_graceful_shutdown=5,
-    )
-
-
 async def _listen(
-    config: MsaServerConfig, keys: Keys, tickets: "Tickets", of_uvicorn: "uvicorn.Config", listening: socket.socket
+    config: MsaServerConfig, keys: Keys, tickets: "Tickets", app: "FastAPI", listening: socket.socket
 ) -> bool:
     """Answer until SIGTERM or SIGINT.  Returns whether what was under way has ended."""
-    from core.web.listen import Listener
+    from core.web.listen import Listener, config_of
 
-    listener = Listener(of_uvicorn)
+    listener = Listener(config_of(app))
     here, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         here.add_signal_handler(number, stopping.set)

@@ -52,7 +52,8 @@ class PretrainConfig(TrainConfig):
     kernels: bool = False
     """on a GPU: all of norms, attention, rotary positions and SwiGLU by the kernels of core.kernels, not by torch's"""
     shown_kernels: bool = True
-    """on a GPU: without --kernels those of them that a committed table says this GPU has shown right and not slower"""
+    """on a GPU: without --kernels those of them that a committed table says this GPU has shown right and not slower;
+    not with hessian_free, for which a norm's kernel lacks a second derivative"""
     hf: bool = True
     """at the end also write the model as a Hugging Face folder, in --out/hf"""
     hf_dtype: ExportDtype | None = None
@@ -76,6 +77,10 @@ class PretrainConfig(TrainConfig):
 
     def unread(self) -> dict[str, str]:
         found = super().unread()
+        if self.kernels:
+            found["shown_kernels"] = "with kernels, which takes them all; leave one out"
+        elif self.optim.name == "hessian_free":
+            found["shown_kernels"] = "with optim.name=hessian_free, which takes none unless --kernels is given"
         if not self.data.heldout_fraction:
             found["evaluate_every"] = "and nothing is held out; give --data.heldout-fraction"
         return found

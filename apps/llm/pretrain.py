@@ -137,7 +137,6 @@ def kernels(config: PretrainConfig, runtime: Runtime) -> Transforms:
             print(f"warning: {asked} changes nothing here: kernels run on a GPU only", file=sys.stderr)
         return {}
     families = frozenset(FAMILIES) if config.kernels else frozenset[str]()
-    # A norm's kernel has no second derivative, which Hessian-free asks for.
     if not config.kernels and config.shown_kernels and config.optim.name != "hessian_free":
         families = shown()
     return {"": partial(by_kernels, families=families)} if families else {}

@@ -20,8 +20,7 @@ from core.mesh import MeshConfig
 from core.quant import stored_bytes
 from core.runtime import launch, launched, start
 from core.web.key import read_key
-from core.web.listen import Listener, address_of, bind, not_ours
-from core.web.wire import HEAD_BYTES, Protocol
+from core.web.listen import Listener, address_of, bind, config_of, not_ours
 
 log = logging.getLogger("serve")
 
@@ -75,17 +74,7 @@ def _run(config: ServeConfig, sources: list[ModelFolder]) -> int:
 
 
 def uvicorn_config(server: Server) -> uvicorn.Config:
-    return uvicorn.Config(
-        build_app(server),
-        host=server.config.host,
-        port=server.config.port,
-        log_level="warning",
-        access_log=False,
-        http=Protocol,
-        h11_max_incomplete_event_size=HEAD_BYTES,
-        ws="none",
-        timeout_graceful_shutdown=5,
-    )
+    return config_of(build_app(server), host=server.config.host, port=server.config.port)
 
 
 async def listen(server: Server, listening: socket.socket) -> int:

@@ -585,7 +585,7 @@ def _blocks(model: ModelShape, parts: list[Part]) -> list[Part]:
 
 def _second_copy_bytes(parts: list[Part], run: RunShape) -> int:
     """What a rank of a node keeps of all that has been gathered between nodes."""
-    return run.width_bytes * _num_whole(parts) // run.comm.node if run.comm.secondary else 0
+    return run.width_bytes * sum(part.num_sent for part in parts) // run.comm.node if run.comm.secondary else 0
 
 
 def _kernel_scratch(parts: list[Part], run: RunShape) -> int:

@@ -4,10 +4,12 @@ import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
 from core.config import UserError
+from core.web.wire import HEAD_BYTES, Protocol
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,6 +43,17 @@ def not_ours(host: str, port: int, error: OSError) -> UserError:
 def address_of(host: str, port: int) -> str:
     """The address of a server as a URL."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def config_of(app: Any, **where: Any) -> uvicorn.Config:
+    """How every server of ours is run.
+
+    where  host and port, for servers that do not hand over a socket or tell where they are
+    """
+    return uvicorn.Config(
+        app, log_level="warning", access_log=False, http=Protocol, h11_max_incomplete_event_size=HEAD_BYTES, ws="none",
+        timeout_graceful_shutdown=5, **where,
+    )  # fmt: skip
 
 
 class Listener(uvicorn.Server):

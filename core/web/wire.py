@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1, with four things that it leaves to a proxy.
 
 - A connection has so long for each request's headers, from its first moment on and however many of them come.
-- A request's line and headers have at most `HEAD_BYTES`, of uvicorn's option h11_max_incomplete_event_size; what is
+- A request's line and headers have at most `HEAD_BYTES` (uvicorn's option h11_max_incomplete_event_size); what is
   longer is answered 414 or 431. h11 measures what has come and is not complete, so it is given little at a time.
 - A client that closes its side of the connection after a request still gets the answer.
 - Such a client looks like one that has left: both send the same. So when an answer takes longer, the server writes

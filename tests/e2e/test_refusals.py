@@ -29,6 +29,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (("--steps", "many"), ("--steps", "many")),
         (("--steps", 0), ("steps=0",)),
         (("--zero", 4), ("--zero 4", "give 0, 1, 2 or 3")),
+        (("--kernels", "--no-shown-kernels"), ("--shown-kernels with kernels", "leave one out")),
+        (("--optim.name", "hessian_free", "--no-shown-kernels"), ("--shown-kernels with optim.name=hessian_free",)),
         (("--precision", "fp8"), ("fp8", "bf16")),
         (("--recipe", "gpt2_125m"), ("gpt2_125m", "gpt2_124m")),
         (("--nproc", 3, "--mesh.tp", 3), ("8 heads", "tp=3", "{1, 2, 4, 8}")),

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apps.fold.msa_server import MsaServerConfig, build, uvicorn_config
+from apps.fold.msa_server import MsaServerConfig, build
 from apps.fold.service.keys import read_keys
 from apps.fold.service.tickets import Tickets
-from core.web.listen import Listener
+from core.web.listen import Listener, config_of
 from tests.support.hhsuite import LETTERS, like
 from tests.support.programs import require_program
 
@@ -127,7 +127,7 @@ class Running:
 @contextmanager
 def serving(config: MsaServerConfig, key: str | None = None) -> Iterator[Running]:
     tickets, app = build(config, read_keys(config.api_key_file))
-    listener = Listener(uvicorn_config(app))
+    listener = Listener(config_of(app))
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
     listener.config.port = 0
     tickets.start()

@@ -369,6 +369,12 @@ def test_memory_that_ranks_share() -> None:
     assert [str(a.type) for a in schema.arguments] == ["Tensor", "Tensor", "str", "str"]
 
 
+def test_what_the_first_optimizer_imports_can_be_left_out() -> None:
+    """`fold relax` has a limit of time; that nothing else imports it there is held by its own test."""
+    assert compat.traced_add_param_group is not torch.optim.Optimizer.add_param_group
+    assert compat.traced_add_param_group.__name__ == "add_param_group"
+
+
 def test_trees() -> None:
     tree = {"a": [torch.ones(1), (2, torch.zeros(1))]}
     assert [type(leaf) for leaf in compat.tree_leaves(tree)] == [Tensor, int, Tensor]

@@ -7,7 +7,6 @@ the protocol hold the rest. Its energies are of these terms only, and cannot be 
 Shapes: N residues, A = 14 atoms, M = N A.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from apps.fold.model import residues
 from apps.fold.output.files import Atom
 from apps.fold.relaxation.protocol import STIFFNESS, End, Limit, OutOfTime, Round, Structure, Tell, heavy_atoms
 from apps.fold.stereochemistry import Clashes, Stereochemistry, cosines, distances
+from core.compat import traced_add_param_group
 
 _BOND_STIFFNESS = 600.0  # kcal/mol/Angstrom^2, as bonds of a force field have
 _ANGLE_STIFFNESS = 120.0  # kcal/mol, of cosines
@@ -40,9 +40,9 @@ def drawn_apart(structure: Structure, limit: Limit) -> tuple[Structure, bool]:
 
 
 class _LBFGS(torch.optim.LBFGS):
-    """Without torch's compiler, which the first optimizer imports: that would take seconds of a limit of time."""
+    """Without what the first optimizer imports: that would take seconds of a limit of time."""
 
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    add_param_group = traced_add_param_group
 
 
 class _Batch:

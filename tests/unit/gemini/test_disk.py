@@ -29,10 +29,12 @@ from core.gemini.durable import DurableSteps
 from core.gemini.figure import draw_memory, planned_memory
 from core.gemini.generation import Folder, Generation, StoredChunk
 from core.gemini.lifetimes import Lifetimes, keep
+from core.gemini.loop import Gemini
 from core.gemini.replicas import GeminiReplicas
 from core.gemini.residency import PLACES, host_bytes_of, to_disk
 from core.gemini.trace import ChunkInfo
 from core.pinned import DRIVE_BLOCK, host_empty
+from core.rng import rng_text
 from core.runtime import join
 from core.trace.machine import Bandwidth
 from core.train import TrainState
@@ -649,6 +651,15 @@ def test_buffers_go_with_a_step(tmp_path: Path) -> None:
     assert all(torch.equal(values[name], value) for name, value in whole.items())
     assert int(whole["norm.num_batches_tracked"]) == 8
     WithBuffers().load_state_dict(values)
+
+
+def test_a_step_without_buffers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier version kept beside a step: the state of random generators as text."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Gemini, "_beside", lambda _: json.dumps(rng_text()).encode())
+        with_buffers(tmp_path / "disk", 1)
+    with pytest.raises(UserError, match=r"step 1 in disk=.* is of a version that kept no buffers; go on with that one"):
+        with_buffers(tmp_path / "disk", 2)
 
 
 def test_a_model_with_other_buffers_is_refused(tmp_path: Path) -> None:
