@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,8 @@ def said(path: Path) -> str:
 def die_and_join(given: TrainConfig, said: Path, task: Task, number: int, kills: Sequence[int], limit_s: float) -> None:
     """A run of so many replicas of one rank; a moment after each of these steps one is killed while another comes. The
     run's seed draws which and when."""
+    if not kills:  # then nothing holds the run up: one that came behind its end would be refused the folder
+        given = replace(given, elastic=replace(given.elastic, min=number))
     draw, slow = random.Random(given.seed), pause(0.0)
     running = [replica(given, said, slow, task) for _ in range(number)]
     try:
