@@ -33,7 +33,7 @@ from torch.autograd import Function
 from core.compat import uncompiled
 from core.nn.experts import Experts
 from core.nn.mlp import ActivationName
-from core.nn.routing import Choice, MoEConfig, Routing, Rows, WholeRows, by_expert, choose, most_rows
+from core.nn.routing import Choice, MoEConfig, Routing, Rows, WholeRows, by_expert, choose, most_per_token, most_rows
 from core.trace.balanced import are_balanced
 
 COUNTS_ROWS = ("cpu", "meta")
@@ -104,10 +104,10 @@ class MoE(nn.Module):
         x_TD, kept_TE, gates_TE = (x.flatten(0, 1) for x in (x_BLD, choice.kept_BLE, choice.gates_BLE))
         counts = x_BLD.device.type in COUNTS_ROWS and not are_balanced()
         most = None if counts else most_rows(self.config, self.rows, *x_BLD.shape[:2])
-        order = by_expert(kept_TE, most)
-        y_AD = self.experts(order.real(x_TD.index_select(0, order.token_A)), kept_TE.sum(0))
+        order = by_expert(kept_TE, most, most_per_token(self.config))
+        y_AD = self.experts(order.dealt(x_TD), kept_TE.sum(0))
         y_AD = y_AD * order.real(gates_TE[order.token_A, order.expert_A].to(y_AD.dtype)[:, None])
-        return torch.zeros_like(x_TD).index_add(0, order.token_A, y_AD).view_as(x_BLD)
+        return order.summed(y_AD, len(x_TD)).view_as(x_BLD)
 
     def _account(
         self,

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from core.config import UserError
 
@@ -207,21 +208,66 @@ class Order(NamedTuple):
 
     token_A, expert_A  of each row
     real_A             bool: whether it is one, or fills up to a number that is known beforehand; None: all are
+    place_TK           the rows of each token, in the order of its experts, -1 where it has fewer. None where rows are
+                       added to their tokens as they come: on a CPU one after another; on a GPU, by atomics, in any
+                       order, which tells nothing of two rows, and of expert choice in the last bits
     """
 
     token_A: Tensor
     expert_A: Tensor
     real_A: Tensor | None
+    place_TK: Tensor | None = None
 
     def real(self, x_AD: Tensor) -> Tensor:
         """x, zeros in the rows that are none; so are their gradients."""
         return x_AD if self.real_A is None else torch.where(self.real_A[:, None], x_AD, 0)
 
+    def dealt(self, x_TD: Tensor) -> Tensor:
+        """The rows of experts, [A, D], zeros in those that are none."""
+        if self.place_TK is None:
+            return self.real(x_TD.index_select(0, self.token_A))
+        return _Dealt.apply(x_TD, self)  # pyright: ignore[reportReturnType]
 
-def by_expert(kept_TE: Tensor, most: int | None) -> Order:
+    def summed(self, y_AD: Tensor, num_tokens: int) -> Tensor:
+        """The sums of the tokens' rows, [T, D]: zeros where a token has none."""
+        if self.place_TK is None:
+            return y_AD.new_zeros(num_tokens, y_AD.shape[1]).index_add(0, self.token_A, y_AD)
+        return _Summed.apply(y_AD, self)  # pyright: ignore[reportReturnType]
+
+
+class _Dealt(Function):
+    """`Order.dealt`, whose gradients a GPU does not add by atomics, which take them in any order."""
+
+    @staticmethod
+    def forward(ctx, x_TD, order):
+        ctx.order = order
+        return order.real(x_TD.index_select(0, order.token_A))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _Summed.apply(grads[0], ctx.order), None
+
+
+class _Summed(Function):
+    """`Order.summed`, by each token's rows in their order."""
+
+    @staticmethod
+    def forward(ctx, y_AD, order):
+        ctx.order = order
+        T, K = order.place_TK.shape
+        y_TKD = y_AD.index_select(0, order.place_TK.clamp(min=0).flatten()).view(T, K, y_AD.shape[1])
+        return torch.where(order.place_TK[..., None] >= 0, y_TKD, 0).sum(1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _Dealt.apply(grads[0], ctx.order), None
+
+
+def by_expert(kept_TE: Tensor, most: int | None, per_token: int | None = None) -> Order:
     """The rows of what is kept, bool[T, E].
 
-    most  rows to make, at least as many as are kept: then nobody has to wait for their number
+    most       rows to make, at least as many as are kept: then nobody has to wait for their number
+    per_token  rows of a token at most, where that is known
     """
     if most is None:
         expert_A, token_A = kept_TE.T.nonzero(as_tuple=True)
@@ -233,13 +279,24 @@ def by_expert(kept_TE: Tensor, most: int | None) -> Order:
     source_A = source_A.scatter(0, place_N, torch.arange(T * E, device=kept_TE.device))[:most]
     real_A = torch.arange(most, device=kept_TE.device) < kept_N.sum()
     source_A = torch.where(real_A, source_A, 0)
-    return Order(source_A % T, source_A // T, real_A)
+    place_TK = None
+    if per_token is not None and per_token > 2:
+        first_E = torch.arange(E, 0, -1, device=kept_TE.device)
+        held_TK, expert_TK = (kept_TE * first_E).topk(per_token, dim=1)
+        place_TK = place_N.view(E, T).T.gather(1, expert_TK).masked_fill(held_TK == 0, -1)
+    return Order(source_A % T, source_A // T, real_A, place_TK)
+
+
+def most_per_token(config: MoEConfig) -> int | None:
+    """The most experts that a token has; None of expert choice, where they may be all."""
+    return None if config.router == "expert_choice" else min(config.per_token, config.num_experts)
 
 
 def most_rows(config: MoEConfig, rows: Rows, batch: int, length: int) -> int | None:
     """The most rows that experts of this rank's tokens can have; None where that is so many that waiting is better."""
-    if config.router != "expert_choice":
-        return batch * length * min(config.per_token, config.num_experts)
+    per_token = most_per_token(config)
+    if per_token is not None:
+        return batch * length * per_token
     if not isinstance(rows, WholeRows):  # an expert may want all that is held here
         return None
     return batch * config.num_experts * min(length, math.ceil(length * _share(config)))

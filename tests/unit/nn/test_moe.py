@@ -348,6 +348,18 @@ def test_on_a_gpu_nobody_waits(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_three_rows_of_a_token_are_not_added_by_atomics(name: str) -> None:
+    """Which take them in any order: neither forward nor on the way back.  Of two the order tells nothing."""
+    moe = MoE(16, 32, "swiglu", False, CONFIGS[name]).to("meta")
+    x = torch.empty(2, L, 16, device="meta", requires_grad=True)
+    with Operators() as counted, forced(), patch("core.nn.moe.COUNTS_ROWS", ()):
+        y = moe(x)
+        forward = counted.counts["index_add"]
+        y.sum().backward()
+    assert (forward > 0, counted.counts["index_add"] > forward) == ((False, False) if name == "topk" else (True, True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_backward_waits_for_nothing_either(name: str, dtype: torch.dtype) -> None:
     """On the meta device, where reading a number is an error, along the path of a GPU."""
