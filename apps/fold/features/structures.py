@@ -97,7 +97,7 @@ def read_structure_text(path: Path) -> str:
     """Raises UserError where there is none."""
     if not path.is_file():
         raise UserError(f"there is no structure at {path}; give an mmCIF or PDB file")
-    return read_text(path, "an mmCIF or PDB file", "latin-1")
+    return read_text(path, "an mmCIF or PDB file", otherwise="latin-1")
 
 
 def read_mmcif(path: Path) -> dict[str, list[str]]:

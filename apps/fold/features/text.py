@@ -9,6 +9,7 @@ import gzip
 import lzma
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ _FOREIGN = {b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "packed by zstd
 PACKED_SUFFIXES = tuple(suffix for suffix, _ in _PACKED.values())
 
 
-def read_text(path: Path, wanted: str, encoding: str = "utf-8-sig") -> str:
+def read_text(path: Path, wanted: str, encoding: str = "utf-8-sig", otherwise: str | None = None) -> str:
     """The file's text, unpacked; in `encoding` where no byte order mark tells another.
 
     What is no letter in it stands there as the replacement character.
 
-    wanted  what the file should be, for the line that says why it cannot be read
+    wanted     what the file should be, for the line that says why it cannot be read
+    otherwise  the encoding of a file that is not in `encoding`
 
     Raises UserError for a file that is not there, packed in a way that is not read, cut off within its packing, or
     longer than 1 GiB when it is unpacked.
@@ -47,7 +49,11 @@ def read_text(path: Path, wanted: str, encoding: str = "utf-8-sig") -> str:
         raise UserError(f"{path} is {foreign}; unpack it and give {wanted}")
     if opened is not None and len(content) > _MOST_BYTES:
         raise UserError(f"{path} unpacks to more than {in_words(_MOST_BYTES)}; unpack it, or split it")
-    return content.decode(_encoding(content) or encoding, "replace")
+    encoding = _encoding(content) or encoding
+    if otherwise is not None:
+        with suppress(UnicodeDecodeError):
+            return content.decode(encoding)
+    return content.decode(otherwise or encoding, "replace")
 
 
 def _encoding(content: bytes) -> str | None:

@@ -55,6 +55,14 @@ def test_an_entry_is_named_as_the_format_takes_it(name: str, entry: str, tmp_pat
     assert read["_entry.id"] == [entry]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_title_in_either_encoding(encoding: str, tmp_path: Path) -> None:
+    path, title = tmp_path / "a.cif", "a caf\u00e9 in Z\u00fcrich"
+    write_mmcif(path, _folded(), "a", title)
+    path.write_bytes(path.read_text("utf-8").encode(encoding))
+    assert read_mmcif(path)["_struct.title"] == [title]
+
+
 @pytest.mark.parametrize("suffix", [".cif", ".pdb"])
 def test_what_is_written_is_read_again(tmp_path: Path, suffix: str) -> None:
     folded, path = _folded(), tmp_path / f"a{suffix}"
