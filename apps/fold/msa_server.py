@@ -9,7 +9,6 @@
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -169,17 +168,9 @@ async def _listen(
     from core.web.listen import Listener, config_of
 
     listener = Listener(config_of(app))
-    here, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        here.add_signal_handler(number, stopping.set)
     tickets.start()
-    serving = asyncio.ensure_future(listener.serve(sockets=[listening]))
-    while not listener.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if not serving.done():
-        _announce(config, tickets.databases, keys, listener)
-        stop = asyncio.ensure_future(stopping.wait())
-        await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+    started = partial(_announce, config, tickets.databases, keys, listener)
+    serving = await listener.until_stopped(listening, started)
     log.info("finishing %d tickets", tickets.num_running)
     ended = await asyncio.to_thread(tickets.stop, config.drain_s)
     listener.should_exit = True

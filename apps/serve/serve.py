@@ -84,24 +84,17 @@ async def listen(server: Server, listening: socket.socket) -> int:
     UserError where nothing can listen there.
     """
     listener = Listener(uvicorn_config(server))
-    here, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        here.add_signal_handler(number, stopping.set)
+    here, failed = asyncio.get_running_loop(), asyncio.Event()
     for engine_loop in server.loops.values():
-        engine_loop.on_failure = partial(here.call_soon_threadsafe, stopping.set)
-    serving = asyncio.ensure_future(listener.serve(sockets=[listening]))
-    while not listener.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if serving.done():
+        engine_loop.on_failure = partial(here.call_soon_threadsafe, failed.set)
+    serving = await listener.until_stopped(listening, partial(_announce, server, listener), failed)
+    if not listener.started:
         await server.drain()  # lets the other ranks go
         try:
             await serving
         except OSError as error:
             raise not_ours(server.config.host, server.config.port, error) from None
         return 1
-    _announce(server, listener)
-    stop = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
     log.info("finishing %d requests", server.num_open)
     await server.drain()
     listener.should_exit = True

@@ -1,8 +1,10 @@
 """An address that is bound before minutes are spent, and uvicorn whose signals are its caller's."""
 
+import asyncio
 import errno
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +64,28 @@ class Listener(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def until_stopped(
+        self, listening: socket.socket, started: Callable[[], None], stopping: asyncio.Event | None = None
+    ) -> "asyncio.Future[None]":
+        """Answer at a bound socket until SIGTERM or SIGINT, until `stopping`, or until it has ended by itself.
+
+        Returns what it ends with, which may have been before it has `started`: whoever waits for it lets what is under
+        way end, and sets `should_exit`.
+
+        started  called when it answers
+        """
+        here, stopping = asyncio.get_running_loop(), stopping or asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            here.add_signal_handler(number, stopping.set)
+        serving = asyncio.ensure_future(self.serve(sockets=[listening]))
+        while not self.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if self.started:
+            started()
+            stop = asyncio.ensure_future(stopping.wait())
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        return serving
 
     @property
     def port(self) -> int:
