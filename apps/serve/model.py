@@ -1,6 +1,8 @@
 """Loading what is served: a Hugging Face folder, or a run folder of `llm pretrain`, which has one inside."""
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,16 @@ from apps.serve.runner import PAGE_DTYPES, Runner
 from apps.serve.sampler import Sampler
 from apps.serve.scheduler import Limits
 from apps.serve.text import Text, load_text
-from core.config import UserError, size_in_bytes
+from core.config import UserError, in_words, size_in_bytes
 from core.models import Decoder, DecoderConfig, load_config, load_pretrained, load_weights
 from core.nn.packing import pack_linear
 from core.precision import compute_dtype, set_matmul_precision
 from core.quant import Scheme, is_quantized, load_quantized
 from core.quant.measured import measure_weights
+
+log = logging.getLogger("serve")
+_SAID_EACH_S = 10.0
+"""how often a start that takes long says how far it is"""
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,13 @@ def _build(
     axis: DeviceMesh | None,
     scheme: Scheme | None,
 ) -> Engine:
-    model = _load(source, plan.format.dtype, scheme, device, axis, room.forms)
+    says = log.info if axis is None or axis.get_local_rank() == 0 else log.debug
+    size, begin = weight_bytes(source.folder), time.monotonic()
+    how = "" if scheme is None else f", which are rounded to {scheme.name}"
+    says("%s: loading %s of weights%s", source.name, in_words(size), how)
+    progress = _said_now_and_then(lambda done: says("%s: %s of %s", source.name, in_words(done), in_words(size)))
+    model = _load(source, plan.format.dtype, scheme, device, axis, room.forms, progress)
+    says("%s: loaded in %.1f s", source.name, time.monotonic() - begin)
     if torch.device(device).type == "cuda":
         from core.nn.by_kernels import by_kernels  # what it imports, a CPU need not wait for
 
@@ -179,19 +191,45 @@ def _capture(
     runner: Runner, config: EngineConfig, model: DecoderConfig, max_length: int, axis: DeviceMesh | None
 ) -> Sampler | None:
     """Compile what steps need, and capture those of decoding alone.  Returns who draws for the runner's `decode`."""
-    on_gpu = runner.device.type == "cuda"
+    on_gpu, leads = runner.device.type == "cuda", axis is None or axis.get_local_rank() == 0
     if on_gpu:
+        if leads:
+            log.info("compiling and capturing steps")
         warm_up(runner, config.max_batch_tokens, max_length)
     if config.graphs == "off" or (config.graphs == "auto" and not on_gpu):
         return None
-    leads = axis is None or axis.get_local_rank() == 0
     sampler = Sampler(model.vocab_size, runner.machine) if leads else None
     Decode(runner, sampler, config.max_running, max_length)
     return sampler
 
 
+def _said_now_and_then(say: Callable[[int], None]) -> Callable[[str, int], None]:
+    """Progress in bytes, for a log: a line each `_SAID_EACH_S`."""
+    said = time.monotonic()
+
+    def progress(_: str, num_bytes: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _SAID_EACH_S:
+            said = time.monotonic()
+            say(num_bytes)
+
+    return progress
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a folder's files of weights."""
+    files = [*folder.glob("*.safetensors")] or folder.glob("pytorch_model*.bin")
+    return sum(file.stat().st_size for file in files)
+
+
 def _load(
-    source: ModelFolder, dtype: torch.dtype, scheme: Scheme | None, device: str, axis: DeviceMesh | None, forms: bool
+    source: ModelFolder,
+    dtype: torch.dtype,
+    scheme: Scheme | None,
+    device: str,
+    axis: DeviceMesh | None,
+    forms: bool,
+    progress: Callable[[str, int], None],
 ) -> Decoder:
     """forms: give weights a second form for speed, in as much memory again"""
     ranks = 1 if axis is None else axis.size()
@@ -208,8 +246,9 @@ def _load(
         chosen: dict[str, Any] = {} if scheme is None else {"embeddings": True, "head": True}
         packed = forms or (scheme is None and ranks == 1)  # of a mapped folder one form is in memory
         model = load_quantized(
-            source.folder, scheme, **chosen, device=device, packed=packed, cut=cut if ranks > 1 else None
-        )
+            source.folder, scheme, **chosen, device=device, packed=packed, cut=cut if ranks > 1 else None,
+            progress=progress,
+        )  # fmt: skip
         assert isinstance(model, Decoder)
         model = model.to(dtype)
         measure_weights(model, dtype)

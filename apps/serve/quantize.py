@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apps.serve.memory import available_bytes
-from apps.serve.model import ModelFolder, check_vocabulary, find_model
+from apps.serve.model import ModelFolder, check_vocabulary, find_model, weight_bytes
 from apps.serve.text import load_text
 from core.config import UserError, in_words, parse, require_device
 from core.data import Faults, TextSource
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         _calibrated(source, target, scheme, config, options)
     else:
         quantize_folder(source.folder, target, scheme, **options)
-    print(f"{target}: {in_words(_weight_bytes(source.folder))} of weights in {in_words(_weight_bytes(target))}")
+    print(f"{target}: {in_words(weight_bytes(source.folder))} of weights in {in_words(weight_bytes(target))}")
     return 0
 
 
@@ -128,8 +128,3 @@ def _show(name: str, num_bytes: int) -> None:
 def _list(name: str, num_bytes: int) -> None:
     """Calibration takes minutes: each weight a line."""
     print(f"{in_words(num_bytes):>10}  {name}", file=sys.stderr, flush=True)
-
-
-def _weight_bytes(folder: Path) -> int:
-    files = (*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))
-    return sum(file.stat().st_size for file in files)

@@ -149,6 +149,7 @@ def load_quantized(
     device: torch.device | str = "cpu",
     packed: bool | None = None,
     cut: Callable[[nn.Module], object] | None = None,
+    progress: Callable[[str, int], None] | None = None,
 ) -> nn.Module:
     """The module of a quantized folder; on the CPU its weights are the mapped files, so that it is there at once.
 
@@ -158,6 +159,7 @@ def load_quantized(
                quantizing both would be
     cut        makes DTensors of the module's parameters, as a plan of tensor parallelism does: of each weight, rounded
                as a whole, only this rank's part is kept, as a plain parameter
+    progress   while quantizing called with the name of what was last read and the bytes of plain weights read so far
 
     Returns it for inference: in eval mode, nothing requires gradients. Raises UserError for a folder that is foreign,
     truncated or incomplete, for one that is not quantized where no scheme is given, and for a scheme where it is.
@@ -173,7 +175,7 @@ def load_quantized(
     else:
         scheme = scheme_of(scheme, group_size, symmetric, threshold)
         model, tensors, found = _opened(folder, architecture, embeddings=embeddings, head=head, skip=skip)
-        stream = _quantizing(model, tensors, found, scheme, lambda name, num_bytes: None, device)
+        stream = _quantizing(model, tensors, found, scheme, progress or (lambda name, num_bytes: None), device)
     if cut is not None:
         cut(model)
     _fill(model, stream, device)

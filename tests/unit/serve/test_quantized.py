@@ -1,5 +1,7 @@
 """Quantized weights behind the engine: the tokens of the quantized model by itself; made while loading, or once."""
 
+import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -44,6 +46,16 @@ def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys, monke
     assert run_command(APP.dispatch, ["quantize", str(folder), str(target), "--scheme", scheme]) == 0
     assert "of weights in" in capsys.readouterr().out
     assert tokens_of(build_engine(find_model(target), CONFIG, "cpu")) == written_by(load_quantized(target))
+
+
+def test_a_start_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("apps.serve.model._SAID_EACH_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        build_engine(find_model(small_model(tmp_path / "small")), CONFIG, "cpu", scheme=Scheme("int8"))
+    said = [record.getMessage() for record in caplog.records]
+    size = re.fullmatch(r"small: loading (.*), which are rounded to int8", said[0])[1].removesuffix(" of weights")
+    assert said[-2].endswith(f" of {size}"), "the last weight is told, too"
+    assert re.fullmatch(r"small: loaded in \d+\.\d s", said[-1])
 
 
 def test_calibrated_by_text(tmp_path, capsys, monkeypatch):
