@@ -43,19 +43,43 @@ def buckets(most: int) -> list[int]:
 
 
 def warm_up(runner: Runner, max_tokens: int, max_length: int) -> None:
-    """Steps of a prompt's 1, 2, 4, … tokens, so that no request waits for a kernel to be compiled.
+    """Steps of 1, 2, 4, … tokens of prompts, of the most, and of the longest text, so that no request waits for a
+    kernel to be compiled.
 
     They are written to the first pages, which nobody has yet. All ranks call it: it sends nothing.
+
+    max_tokens  of a step
+    max_length  tokens of a text at most; a step of more has several
     """
-    size, count = runner.page_size, 1
-    while count <= min(max_tokens, max_length, size * min(len(pages.k) for pages in runner.pages)):
-        places = list(range(count))
-        table = list(range(-(-count // size)))
-        step = Step([0] * count, places, places, [table], [count], [0, count], [count - 1])
-        if runner.kinds > 1:
-            step.local_slots, step.local_tables = places, [table]
-        runner.compute(step)
-        count *= 2
+    size, num_pages = runner.page_size, min(len(pages.k) for pages in runner.pages if not pages.local)
+    longest = min(max_length, size * num_pages)
+    texts = num_pages // -(-longest // size)
+    most = min(max_tokens, texts * longest)
+    for count in sorted({*(1 << power for power in range(most.bit_length())), most}):
+        runner.compute(_of_prompts(runner, count, longest))
+    few = min(2, most)  # two are a prompt's, which may be behind any text
+    runner.compute(_of_prompts(runner, few, longest, before=longest - few))
+
+
+def _of_prompts(runner: Runner, count: int, longest: int, before: int = 0) -> Step:
+    """So many tokens: of one prompt behind `before` others, or, where they are more than `longest`, of several."""
+    step, size, page = Step(), runner.page_size, 0
+    while (left := count - len(step.ids)) > 0:
+        new = min(left, longest - before)
+        places, pages = range(before, before + new), range(page, page - (-(before + new) // size))
+        step.ids += [0] * new
+        step.positions += places
+        step.slots += (page * size + place for place in places)
+        step.tables.append([*pages])
+        step.lengths.append(before + new)
+        step.starts.append(len(step.ids))
+        step.rows.append(len(step.ids) - 1)
+        page = pages.stop
+    if runner.kinds > 1:  # of layers with a window there are fewer pages
+        there = min(len(pages.k) for pages in runner.pages if pages.local)
+        step.local_slots = [slot % (there * size) for slot in step.slots]
+        step.local_tables = [[page % there for page in table] for table in step.tables]
+    return step
 
 
 class Decode:

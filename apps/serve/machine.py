@@ -74,7 +74,8 @@ class OnGpu(Machine):
         return torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def put(self, x: Tensor) -> Tensor:
-        return x.to(self.device, non_blocking=True)
+        # From memory that can be paged out a copy begins only when all that was queued is done, and the host waits.
+        return x.pin_memory().to(self.device, non_blocking=True)
 
     def fetch(self, x: Tensor) -> Callable[[], Tensor]:
         kept = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
