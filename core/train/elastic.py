@@ -53,7 +53,7 @@ from core.run_folder import hold
 from core.runtime import Runtime, StopRequest, agreed, gloo_group
 from core.train.buddies import Buddies, check_buddies, pieces
 from core.train.config import TrainConfig
-from core.train.folder import dotted, nothing_to_do, run_log, write_config
+from core.train.folder import dotted, is_told, nothing_to_do, run_log, told_loss, write_config
 from core.train.meter import Meter
 from core.train.state import TrainState, resume
 from core.weights import persistent_buffers
@@ -350,7 +350,12 @@ class Run:
     def _was_over(self, generation: Generation) -> bool:
         """Whether a run that is resumed had come to its end before, in another store or before this one was its."""
         anew = generation.number == 1 and self.config.resume == "auto"
-        return anew and self.first is not None and self.first >= self.last
+        if not anew or self.first is None or self.first < self.last:
+            return False
+        if self.first > self.last or is_told(self.config, self.first):
+            return True
+        self.state.loss = told_loss(self.config, self.first)  # its end is left to do
+        return False
 
     def _head(self, names: Iterable[str]) -> dict[str, Any]:
         """What a replica is given beside tensors of these names."""

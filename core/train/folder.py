@@ -9,7 +9,7 @@ from typing import Any
 from core.checkpoint import complete_steps
 from core.config import UserError, as_json, in_one_line
 from core.files import replace_file
-from core.metrics import RunLog
+from core.metrics import RunLog, read_metrics
 from core.run_folder import hold
 from core.runtime import Runtime, agreed, launch
 from core.train.config import TrainConfig
@@ -21,6 +21,23 @@ def nothing_to_do(config: TrainConfig, runtime: Runtime, first: int, last: int) 
         print(f"nothing to do: {config.out} is at step {first}, and this run ends at {last}; give more --steps")
     path = config.out / "summary.json"
     return json.loads(path.read_text()) if path.exists() else {"step": first, "status": "complete"}
+
+
+def is_told(config: TrainConfig, step: int) -> bool:
+    """Whether summary.json is of that step, alike on every rank.
+
+    That of a run which was killed behind its last checkpoint is of an earlier step, or not there.
+    """
+    path = config.out / "summary.json"
+    return agreed(path.exists() and json.loads(path.read_text()).get("step") == step)
+
+
+def told_loss(config: TrainConfig, step: int) -> float:
+    """The loss of a step by the record, alike on every rank; not a number where it has none."""
+    path = config.out / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    found = next((row["loss"] for row in reversed(rows) if row["step"] == step), None)
+    return agreed(float("nan") if found is None else found)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> str:

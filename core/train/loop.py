@@ -51,7 +51,7 @@ from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
 from core.train.elastic import Run, fit_elastically
 from core.train.elastic_local import LocalRun
-from core.train.folder import nothing_to_do, run_log
+from core.train.folder import is_told, nothing_to_do, run_log, told_loss
 from core.train.meter import Meter
 from core.train.noise import NoiseScale
 from core.train.state import StepTally, TrainState, resume
@@ -135,7 +135,9 @@ def fit(
         last = min(config.steps, config.stop_after or config.steps)
         is_saved = first is not None and first == agreed(checkpointer.latest())
         if first is not None and first >= last and config.resume == "auto" and is_saved:
-            return nothing_to_do(config, runtime, first, last)
+            if first > last or is_told(config, first):
+                return nothing_to_do(config, runtime, first, last)
+            state.loss = told_loss(config, first)  # what is left is behind the last step: the evaluation, the summary
         log = stack.enter_context(run_log(config, runtime, first))
         if parallel.asynchronous is not None:
             stack.enter_context(parallel.asynchronous.running(optimizer, first or 0, config.optim.clip_norm))
@@ -184,7 +186,7 @@ def fit(
         summary = meter.summary(step, config.steps, state)
         if evaluate is not None and step == config.steps:
             summary |= _evaluated(parallel, evaluate)
-        if noise is not None and noise.steps:
+        if noise is not None and noise.rows:
             summary["noise_scale"] = noise.value
             progress.message(noise.suggestion())
         log.summarise(summary)

@@ -114,7 +114,8 @@ class NoiseScale:
         )
 
     def state(self) -> dict[str, float]:
-        return {"trace": self.trace, "square": self.square, "steps": self.steps}
+        return {"trace": self.trace, "square": self.square, "steps": self.steps, "rows": self.rows}
 
     def load_state(self, state: dict[str, float]) -> None:
         self.trace, self.square, self.steps = float(state["trace"]), float(state["square"]), int(state["steps"])
+        self.rows = int(state.get("rows", 0))  # one that is not there is younger

@@ -1,5 +1,6 @@
 """Replicas that are killed, stopped and join: losses are those of a run that nobody disturbs, each row is seen once."""
 
+import json
 import os
 import random
 import signal
@@ -478,3 +479,18 @@ def test_who_comes_behind_the_last_step_finds_nothing_to_do(tmp_path: Path, kept
         assert process.exitcode == code, said(tmp_path / f"said-{resume}")
         assert words in said(tmp_path / f"said-{resume}")
         assert (given.out / "summary.json").read_bytes() == ended
+
+
+def test_a_run_whose_end_was_not_told_is_ended_by_who_comes_next(tmp_path: Path, kept: TCPStore) -> None:
+    """All replicas were lost between the last checkpoint and the summary, which is that of an earlier stop."""
+    given = config(tmp_path / "run", kept.port, 3)
+    replica(given, tmp_path / "said").join(START_S)
+    summary = given.out / "summary.json"
+    ended = json.loads(summary.read_text())
+    summary.write_text(json.dumps(ended | {"step": 2, "status": "stopped"}))
+    late = replace(given, resume="auto", elastic=replace(given.elastic, lost_after=1.0))
+    process = replica(late, tmp_path / "said-late")
+    process.join(START_S)
+    assert process.exitcode == 0, said(tmp_path / "said-late")
+    found = json.loads(summary.read_text())
+    assert (found["step"], found["status"], found["loss"]) == (3, "complete", ended["loss"])

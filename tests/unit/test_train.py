@@ -357,3 +357,29 @@ def test_each_group_keeps_its_own_learning_rate(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["lr"] for row in rows] == pytest.approx([5e-4, 1e-3, 1e-3, 0.55e-3])
     assert [row["lr_1"] for row in rows] == pytest.approx([5e-6, 1e-5, 1e-5, 0.55e-5])
+
+
+class Killed(BaseException):
+    """In the place of kill -9."""
+
+
+@pytest.mark.parametrize("options", [{}, {"noise_scale": True, "microbatch": 4}])
+def test_a_run_that_is_killed_in_its_last_evaluation_comes_to_its_end(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Behind its last checkpoint, when the summary is still that of an earlier stop: a resume does what is left."""
+    config = config_of(tmp_path, steps=4, **options)
+    train(replace(config, stop_after=2))
+
+    def killed(model: nn.Module) -> dict[str, float]:
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(replace(config, resume="auto"), evaluate=killed)
+    summary, _ = train(replace(config, resume="auto"), evaluate=lambda model: {"heldout": 1.5})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert (summary["status"], summary["step"], summary["heldout"]) == ("complete", 4, 1.5)
+    assert summary["loss"] == rows[-1]["loss"]
+    before = (tmp_path / "summary.json").read_bytes()
+    again, _ = train(replace(config, resume="auto"), evaluate=killed)
+    assert (tmp_path / "summary.json").read_bytes() == before
+    assert again["heldout"] == 1.5
