@@ -82,7 +82,8 @@ def dotted(value: Any, name: str = "") -> dict[str, Any]:
 def open_run(config: TrainConfig, runtime: Runtime) -> Iterator[None]:
     """The run's folder is this run's for the length of the block; config.json tells what produces it.
 
-    Of an elastic run the replica that leads does it by itself (`core.train.elastic`).
+    Of a run that goes on `fit` writes it, once the run has taken over what is there: one that is refused changes
+    nothing. Of an elastic run the replica that leads does both by itself (`core.train.elastic`).
 
     Raises UserError, alike on every rank, where another run holds the folder or it cannot be written.
     """
@@ -94,7 +95,8 @@ def open_run(config: TrainConfig, runtime: Runtime) -> Iterator[None]:
         if runtime.leads:
             try:
                 stack.enter_context(hold(config.out))
-                write_config(config)
+                if config.resume is None or not (config.out / "config.json").exists():
+                    write_config(config)
             except (UserError, OSError) as error:
                 said = in_one_line(error)
                 if said is None:

@@ -51,7 +51,7 @@ from core.train.config import TrainConfig
 from core.train.curvature import Microbatch, curvature_of
 from core.train.elastic import Run, fit_elastically
 from core.train.elastic_local import LocalRun
-from core.train.folder import is_told, nothing_to_do, run_log, told_loss
+from core.train.folder import is_told, nothing_to_do, run_log, told_loss, write_config
 from core.train.meter import Meter
 from core.train.noise import NoiseScale
 from core.train.state import StepTally, TrainState, resume
@@ -139,6 +139,8 @@ def fit(
                 return nothing_to_do(config, runtime, first, last)
             state.loss = told_loss(config, first)  # what is left is behind the last step: the evaluation, the summary
         log = stack.enter_context(run_log(config, runtime, first))
+        if runtime.leads and config.resume is not None:
+            write_config(config)
         if parallel.asynchronous is not None:
             stack.enter_context(parallel.asynchronous.running(optimizer, first or 0, config.optim.clip_norm))
         progress = stack.enter_context(Progress(config.steps, first_step=first or 0, active=runtime.leads))

@@ -24,6 +24,7 @@ from core.mesh import Zero
 from core.metrics import read_metrics
 from core.models.decoder import Decoder, DecoderConfig, initialise
 from core.nn.routing import MoEConfig
+from core.optim.build import OptimConfig
 from core.precision import LossScaleConfig
 from core.runtime import start
 from core.train import (
@@ -383,3 +384,20 @@ def test_a_run_that_is_killed_in_its_last_evaluation_comes_to_its_end(tmp_path: 
     again, _ = train(replace(config, resume="auto"), evaluate=killed)
     assert (tmp_path / "summary.json").read_bytes() == before
     assert again["heldout"] == 1.5
+
+
+def test_a_run_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    """What reads config.json, such as an export, needs it to be that of the checkpoints."""
+
+    def opened(config: TrainConfig) -> None:
+        with start("cpu") as runtime, open_run(config, runtime):
+            train(config)
+
+    config = config_of(tmp_path, steps=2)
+    opened(config)
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(UserError, match="lacks optim/momentum_buffer"):
+        opened(replace(config, steps=3, resume="auto", optim=OptimConfig("sgd")))
+    assert (tmp_path / "config.json").read_bytes() == before
+    opened(replace(config, steps=3, resume="auto"))
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 3
