@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.checkpoint import Checkpointer, decode_rank_values, encode_rank_values
+from core.checkpoint import Checkpointer, complete_steps, decode_rank_values, encode_rank_values
 from core.config import UserError, option
 from core.mesh import GRID_AXES, axis_size, data_axis, group_of_ranks, stage_axis
 from core.nn.moe import MoE, take_load
@@ -462,7 +462,8 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig, a
 
     again  the run itself goes on, from what it has saved last
 
-    Raises UserError where a fresh run would write over an earlier one, and for a path without a complete checkpoint.
+    Raises UserError where a fresh run, or one that goes on from another place, would write over an earlier one, and for
+    a path without a complete checkpoint.
     """
     latest = agreed(checkpointer.latest())  # file systems need not show all ranks the same at once
     on_disk = _durable_step(state, config)
@@ -476,7 +477,13 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig, a
         if on_disk is not None and on_disk >= (latest or 0):
             return state.load_durable(on_disk)
         return None if latest is None else state.load(checkpointer, None)
-    return state.load(checkpointer, checkpoint_path(Path(config.resume)))
+    path = agreed(checkpoint_path(Path(config.resume)))
+    if latest is not None and path.resolve() != agreed(complete_steps(checkpointer.folder).get(latest, path).resolve()):
+        raise UserError(
+            f"resume={config.resume} and {config.out} already holds a run (step {latest}), which this one would write "
+            "over; give --resume alone to continue that, or another --out"
+        )
+    return state.load(checkpointer, path)
 
 
 def run_of(config: TrainConfig) -> str:

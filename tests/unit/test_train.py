@@ -401,3 +401,22 @@ def test_a_run_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> No
     assert (tmp_path / "config.json").read_bytes() == before
     opened(replace(config, steps=3, resume="auto"))
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 3
+
+
+def test_a_checkpoint_of_elsewhere_does_not_write_over_a_run(tmp_path: Path) -> None:
+    """Steps that come before the folder's last one would be there beside it, and the next resume goes on from that."""
+    config = config_of(tmp_path / "a", steps=4, checkpoint=CheckpointConfig(every=2))
+    train(config)
+    train(replace(config, out=tmp_path / "b", steps=3))
+    checkpoints = tmp_path / "a" / "checkpoints"
+    for path in (tmp_path / "b", checkpoints / "step-00000002"):
+        before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+        with pytest.raises(
+            UserError, match=r"a already holds a run \(step 4\).*give --resume alone .* or another --out"
+        ):
+            train(replace(config, steps=6, resume=str(path)))
+        assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
+        assert list(complete_steps(checkpoints)) == [2, 4]
+    for steps, path in ((6, tmp_path / "a"), (8, checkpoints / "step-00000006")):
+        train(replace(config, steps=steps, resume=str(path)))
+        assert max(complete_steps(checkpoints)) == steps
