@@ -503,7 +503,7 @@ class Run:
 
     def _after(self, row: dict[str, Any], log: "Log | None") -> None:
         config, step = self.config, self.step
-        if log is not None and self.evaluate is not None and config.evaluate_every and step < self.last:
+        if log is not None and self.evaluate is not None and config.evaluate_every and step < config.steps:
             row |= self.evaluate() if step % config.evaluate_every == 0 else {}
         self.kept.append(row)
         if self.buddies is not None:

@@ -173,7 +173,8 @@ def fit(
             if parallel.asynchronous is not None and (state.stopping or pauses_behind(step)):
                 parallel.publish()
             row = {"step": step, **row, **meter.row(row.pop("tokens"))}
-            if evaluate is not None and config.evaluate_every and step % config.evaluate_every == 0 and step < last:
+            is_due = bool(config.evaluate_every) and step % config.evaluate_every == 0 and step < config.steps
+            if evaluate is not None and is_due:
                 row |= _evaluated(parallel, evaluate)
             log.write(row)
             _require_finite(state.loss, step, config)

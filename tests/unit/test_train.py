@@ -420,3 +420,12 @@ def test_a_checkpoint_of_elsewhere_does_not_write_over_a_run(tmp_path: Path) -> 
     for steps, path in ((6, tmp_path / "a"), (8, checkpoints / "step-00000006")):
         train(replace(config, steps=steps, resume=str(path)))
         assert max(complete_steps(checkpoints)) == steps
+
+
+def test_an_evaluation_that_is_due_where_a_run_stops_is_made(tmp_path: Path) -> None:
+    """The run that goes on from there begins behind it."""
+    config = config_of(tmp_path, steps=5, stop_after=2, evaluate_every=2)
+    for stop in (2, None):
+        train(replace(config, stop_after=stop, resume="auto"), evaluate=lambda model: {"heldout": 1.5})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row.get("heldout") for row in rows] == [None, 1.5, None, 1.5, None]
