@@ -286,11 +286,13 @@ class Run:
 
     def _save_alone(self) -> None:
         """Save where there are too few replicas; of those that are there the first one does."""
-        if not self.members.remains_first or self.saved == self.step or self.step == 0:
+        if not self.members.remains_first or self.step == 0:
             return
         with ExitStack() as stack:
             if self.runtime.leads:  # one that led and is slow, not dead, may be saving this very step
                 stack.enter_context(self._held(waits=True))
+            self.checkpointer.wait()
+            # What the folder has counts, not `saved`: who was to save this step may have been lost with half of it.
             if agreed(self.checkpointer.latest()) != self.step:
                 self._save()
                 self.checkpointer.wait()
@@ -556,14 +558,18 @@ class Run:
 
     def _stop_all(self, log: "Log | None") -> None:
         """All replicas are asked to stop: the first one saves."""
-        if log is not None and self.saved != self.step:
+        if log is None:
+            return
+        if self.saved != self.step:
             self._save()
-            self.checkpointer.wait()
-            log.rows.summarise(self.meter.summary(self.step, self.config.steps, self.state))
+        self.checkpointer.wait()
+        log.rows.summarise(self.meter.summary(self.step, self.config.steps, self.state))
 
     def _left(self, log: "Log | None" = None) -> dict[str, Any]:
         if log is None and self.members.generation is not None and self.members.remains_first and self.members.alone:
             self._save_alone()
+        if log is not None:
+            self.checkpointer.wait()  # as long as the folder is held: who leads next removes what is half written
         self.members.leave()
         self._tell(f"elastic: this replica leaves behind step {self.step}")
         return self.meter.summary(self.step, self.config.steps, self.state) | {"status": "stopped"}

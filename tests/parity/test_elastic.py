@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore
 
-from core.checkpoint import read_full
+from core.checkpoint import CheckpointConfig, Checkpointer, read_full
 from core.kernels.blockwise import in_8_bits
 from core.mesh import MeshConfig
 from core.optim.build import OPTIMIZERS, OptimConfig
@@ -494,3 +494,45 @@ def test_a_run_whose_end_was_not_told_is_ended_by_who_comes_next(tmp_path: Path,
     assert process.exitcode == 0, said(tmp_path / "said-late")
     found = json.loads(summary.read_text())
     assert (found["step"], found["status"], found["loss"]) == (3, "complete", ended["loss"])
+
+
+def test_all_that_stop_where_a_checkpoint_is_due_tell_of_it(tmp_path: Path, kept: TCPStore) -> None:
+    """As they do elsewhere: by the summary, which is how the launcher knows that a stopped run has saved."""
+    run = Replicas(config(tmp_path / "run", kept.port, 80, checkpoint=CheckpointConfig(every=1)), tmp_path, 0.15)
+    try:
+        run.start(2)
+        run.wait_for_members(2)
+        for process in run.alive:
+            process.terminate()
+        assert run.end() == [0, 0]
+    finally:
+        run.kill()
+    step, found = run.step(), json.loads((run.given.out / "summary.json").read_text())
+    assert step < run.given.steps
+    assert (found["step"], found["status"]) == (step, "stopped")
+    assert (run.given.out / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+class NeverWritten(Fuse):
+    """A replica whose checkpoints do not come to an end, as on a drive that hangs."""
+
+    def lay(self) -> None:
+        Checkpointer._write = lambda self, save: time.sleep(START_S)
+
+
+def test_a_checkpoint_that_is_lost_with_its_writer_is_written_by_who_is_left(tmp_path: Path, kept: TCPStore) -> None:
+    given = config(tmp_path / "run", kept.port, 80, 2, checkpoint=CheckpointConfig(every=4))
+    run = Replicas(given, tmp_path, 0.05)
+    try:
+        run.start(fuse=NeverWritten())
+        run.wait_to_say("of at least 2 replicas")
+        run.start()
+        run.wait_for_step(8)  # for whose checkpoint the leader waits until that of step 4 is written
+        run.all[0].kill()
+        run.wait_to_say("saves and waits for 1 more")
+        run.wait_for_checkpoint(8)
+        run.start()
+        assert run.end() == [-signal.SIGKILL, 0, 0]
+    finally:
+        run.kill()
+    check(tmp_path, run.given.out, run.given.steps)
