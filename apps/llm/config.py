@@ -98,7 +98,12 @@ class FinetuneConfig(PretrainConfig):
 
     def unread(self) -> dict[str, str]:
         why = "beside --model, whose tokenizer is taken; leave it out"
-        return {**super().unread(), "data.vocab_size": why, "data.mask_token": why}
+        found = {**super().unread(), "data.vocab_size": why, "data.mask_token": why}
+        if self.data.tokenizer == "bpe":
+            found["data.tokenizer"] = (
+                "bpe beside --model, whose tokenizer is taken; give byte or a folder, or leave it out"
+            )
+        return found
 
 
 FINETUNE = FinetuneConfig(

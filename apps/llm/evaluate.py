@@ -46,6 +46,10 @@ class EvaluateConfig:
     def unread(self) -> dict[str, str]:
         why = "beside --model, whose tokenizer is taken; leave it out"
         found = {"data.vocab_size": why, "data.mask_token": why}
+        if self.data.tokenizer == "bpe":
+            found["data.tokenizer"] = (
+                "bpe beside --model, whose tokenizer is taken; give byte or a folder, or leave it out"
+            )
         found |= {f"data.ramp.{item.name}": "in an evaluation; give --data.global-batch" for item in fields(RampConfig)}
         if self.split == "all":
             found["data.heldout_fraction"] = "with split=all, which holds nothing out; give --split heldout or train"

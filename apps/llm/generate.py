@@ -42,6 +42,19 @@ class GenerateConfig:
             raise UserError(
                 f"max_new_tokens={self.max_new_tokens}, num_samples={self.num_samples}; both are at least 1"
             )
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature={self.temperature}; give a number >= 0, such as 0.8")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k}; give a number of tokens, at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}; give a probability above 0 and at most 1")
+
+    def unread(self) -> dict[str, str]:
+        """See `core.config.Unread`."""
+        if self.temperature:
+            return {}
+        why = "with temperature=0, which takes the likeliest token each time; leave it out"
+        return dict.fromkeys(("top_k", "top_p", "seed", "num_samples"), why)
 
 
 def main(argv: list[str]) -> int:

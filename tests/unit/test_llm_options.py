@@ -211,6 +211,32 @@ def test_a_plan_counts_the_steps_until_the_stop_and_the_smaller_batches_before(m
     assert 0.45 * whole < seconds(*ramp) < 0.7 * whole
 
 
+@pytest.mark.parametrize("command", ["finetune", "evaluate"])
+def test_a_tokenizer_of_ones_own_corpus_is_refused_beside_a_model(command, run):
+    with pytest.raises(
+        UserError, match=r"--data\.tokenizer bpe beside --model, whose tokenizer is taken; give byte or a"
+    ):
+        APP.dispatch(
+            [command, "--model", str(run), *TEXT[:2], "--data.sequence-length", "32", "--data.tokenizer", "bpe"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--temperature -1", "temperature=-1.0; give a number >= 0"),
+        ("--top-k 0", "top_k=0; give a number of tokens"),
+        ("--top-p 0", "top_p=0.0; give a probability above 0"),
+        ("--top-p 1.5", "top_p=1.5; give a probability above 0"),
+        ("--temperature 0 --top-k 5", "--top-k with temperature=0, which takes the likeliest token"),
+        ("--temperature 0 --num-samples 2", "--num-samples with temperature=0"),
+    ],
+)
+def test_what_draws_no_token_is_refused(given, said, run):
+    with pytest.raises(UserError, match=re.escape(said)):
+        APP.dispatch(["generate", "--model", str(run), "--prompt", "a", "--max-new-tokens", "2", *given.split()])
+
+
 @pytest.mark.parametrize("given", ["format=jsonl", "text-field=body", "pairs", "suffixes=.txt"])
 def test_the_standard_library_is_read_as_it_is(given):
     with pytest.raises(UserError, match=rf"--data\.{given.partition('=')[0]} with data.path=stdlib"):
