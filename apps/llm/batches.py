@@ -15,15 +15,16 @@ from core.data import (
     TokenShards,
 )
 from core.models.decoder import DecoderConfig
+from core.runtime import leads
 
 
 def training_batches(config: PretrainConfig, corpus: Corpus) -> Batches:
     data = config.data
     if data.pairs:
-        skip = data.on_error == "skip"
-        return PairBatches(
-            corpus.train, data.sequence_length, data.batch_size, config.seed, on_error="skip" if skip else "raise"
-        )
+        batches = PairBatches(corpus.train, data.sequence_length, data.batch_size, config.seed, on_error=data.on_error)
+        if batches.num_too_long and leads():
+            print(f"skipped {batches.num_too_long:,} pairs: longer than a sequence of {data.sequence_length} tokens")
+        return batches
     batches = TokenBatches(
         corpus.train, data.sequence_length, data.batch_size, config.seed, mask_documents=data.mask_documents
     )

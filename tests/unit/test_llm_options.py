@@ -211,6 +211,16 @@ def test_a_plan_counts_the_steps_until_the_stop_and_the_smaller_batches_before(m
     assert 0.45 * whole < seconds(*ramp) < 0.7 * whole
 
 
+def test_pairs_that_are_left_out_are_counted(run, tmp_path, capsys):
+    pairs = tmp_path / "pairs.jsonl"
+    texts = ("1", "2" * 200, "3", "4" * 200, "5")
+    pairs.write_text("".join(json.dumps({"prompt": "a", "completion": text}) + "\n" for text in texts))
+    words = ["finetune", "--model", str(run), "--data.path", str(pairs), "--data.pairs", "--data.heldout-fraction", "0"]
+    words += ["--data.tokenizer", "byte", "--data.sequence-length", "32", "--data.global-batch", "2", "--steps", "1"]
+    assert APP.dispatch([*words, "--data.on-error", "skip", "--no-hf", "--out", str(tmp_path / "run")]) == 0
+    assert "skipped 2 pairs: longer than a sequence of 32 tokens\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["finetune", "evaluate"])
 def test_a_tokenizer_of_ones_own_corpus_is_refused_beside_a_model(command, run):
     with pytest.raises(
