@@ -77,6 +77,7 @@ class Disk:
     housed     chunks that live in the host's memory -> that, laid out as a slot
     waiting    gradients that wait for their update on the drives
     agree      returns when all ranks have made a step durable: only then may the slots of the one before it be written
+    ranks      that are durable together
     averages   of masters, by name: they lie with them
     shows_averages  what is fetched are those
     """
@@ -84,6 +85,7 @@ class Disk:
     def __init__(self, folders: Folders, device: torch.device, optimizer: torch.optim.Optimizer, every: int):
         self.optimizer, self.pinned, self.folders, self.every = optimizer, device.type == "cuda", folders, every
         self.agree: Callable[[], object] = lambda: None
+        self.ranks = 1
         self.averages: Mapping[str, Tensor] = {}
         self.shows_averages = False
         self.drives: list[Drive] = folders.drives()
@@ -510,7 +512,7 @@ class Disk:
         self.drain()
         for drive in self.drives:
             drive.file.sync()
-        self.folders.record(Generation.of(step, run, self.slots.values(), values, blob))
+        self.folders.record(Generation.of(step, run, self.slots.values(), values, blob, self.ranks))
         for slots in self.slots.values():
             slots.durable = slots.latest
         self.forget()

@@ -50,6 +50,7 @@ class Generation:
     """numbers  parameter -> what the optimizer keeps of it beside tensors
     run      what the slots are the state of: the folder of the run
     values   JSON-able; `blob` is what else goes with the step
+    ranks    that have the step between them; None: not noted
     """
 
     step: int
@@ -58,15 +59,18 @@ class Generation:
     numbers: dict[str, dict[str, Any]]
     values: dict[str, Any]
     blob: bytes
+    ranks: int | None = None
 
     @classmethod
-    def of(cls, step: int, run: str, slots: Iterable[Slots], values: dict[str, Any], blob: bytes) -> "Generation":
+    def of(
+        cls, step: int, run: str, slots: Iterable[Slots], values: dict[str, Any], blob: bytes, ranks: int | None = None
+    ) -> "Generation":
         """That of the latest slots of all chunks."""
         slots, chunks = list(slots), []
         for one in slots:
             sums, regions = one.checksums[one.latest], [(a, b) for a, b in one.regions]
             chunks.append(StoredChunk(one.file, one.offset(one.latest), one.num_bytes, regions, sums, one.parts))
-        return cls(step, run, chunks, numbers_of(slots), values, blob)
+        return cls(step, run, chunks, numbers_of(slots), values, blob, ranks)
 
     @property
     def files(self) -> list[str]:
@@ -75,7 +79,7 @@ class Generation:
 
     def to_bytes(self) -> bytes:
         content = {"format": FORMAT, "step": self.step, "run": self.run, "numbers": self.numbers}
-        content |= {"values": self.values, "blob": base64.b64encode(self.blob).decode()}
+        content |= {"values": self.values, "blob": base64.b64encode(self.blob).decode(), "ranks": self.ranks}
         content["chunks"] = [
             asdict(chunk)
             | {"parts": [[*part[:3], str(part.dtype).removeprefix("torch."), part.shape] for part in chunk.parts]}
@@ -96,7 +100,7 @@ class Generation:
             where = chunk["file"], chunk["offset"], chunk["num_bytes"]
             chunks.append(StoredChunk(*where, regions, chunk["checksums"], parts))
         given = {key: content[key] for key in ("step", "run", "numbers", "values")}
-        return cls(**given, chunks=chunks, blob=base64.b64decode(content["blob"]))
+        return cls(**given, chunks=chunks, blob=base64.b64decode(content["blob"]), ranks=content.get("ranks"))
 
     def require(self, folder: Path, tensors: Mapping[tuple[str, str], Tensor]) -> None:
         """Raises UserError where these are not the tensors that it has, by name, shape or format."""

@@ -137,8 +137,10 @@ class Gemini:
         another model or optimizer.
         """
         durable = self._durable("resume")
-        self._has_resumed = True
         found = durable.latest()
+        if found is None:
+            self._require_no_others(durable)
+        self._has_resumed = True
         if found is None:
             return 0, {}
         step, run = found
@@ -149,6 +151,14 @@ class Gemini:
             self._set_beside(blob, f"gemini.wrap: step {step} in disk={durable.folder}")
             self.parallel.publish()
         return step, values
+
+    def _require_no_others(self, durable: DurableSteps) -> None:
+        if (others := durable.of_other_ranks()) is not None:
+            step, _, ranks = others
+            raise UserError(
+                f"gemini.wrap: disk={durable.folder} holds step {step} of {ranks} rank{'s' * (ranks > 1)}; go on with "
+                "as many, or give another folder"
+            )
 
     def commit(self, step: int, values: Mapping[str, Any] | None = None) -> None:
         """Begin to make masters, the optimizer's state, and buffers durable as those after so many steps.
@@ -161,11 +171,13 @@ class Gemini:
         A collective, between two steps.  Raises UserError for a folder that holds a step that was not taken over.
         """
         durable = self._durable("commit")
-        if not self._has_resumed and (found := durable.latest()) is not None:
-            raise UserError(
-                f"gemini.wrap: disk={durable.folder} already holds step {found[0]}; call resume() before the first "
-                "step, or give another folder"
-            )
+        if not self._has_resumed:
+            if (found := durable.latest()) is not None:
+                raise UserError(
+                    f"gemini.wrap: disk={durable.folder} already holds step {found[0]}; call resume() before the first "
+                    "step, or give another folder"
+                )
+            self._require_no_others(durable)
         self._has_resumed = True
         durable.commit(step, RUN, dict(values or {}), self._beside())
 

@@ -165,6 +165,10 @@ class KeepsSteps(Protocol):
         """The last step that is durable on all ranks, and the run that it is of."""
         ...
 
+    def of_other_ranks(self) -> tuple[int, str, int] | None:
+        """The last step that some rank has of another number of ranks, its run, and that number."""
+        ...
+
     def commit(self, step: int, run: str, values: Mapping[str, Any], blob: bytes) -> None:
         """Begin to make masters and optimizer state of a step durable, and with them values (JSON-able) and a blob.
 

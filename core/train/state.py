@@ -466,7 +466,7 @@ def resume(state: TrainState, checkpointer: Checkpointer, config: TrainConfig, a
     a path without a complete checkpoint.
     """
     latest = agreed(checkpointer.latest())  # file systems need not show all ranks the same at once
-    on_disk = _durable_step(state, config)
+    on_disk = _durable_step(state, config, latest or 0)
     if config.resume is None and not again:
         if latest is not None:
             raise UserError(
@@ -491,11 +491,22 @@ def run_of(config: TrainConfig) -> str:
     return str(config.out.resolve())
 
 
-def _durable_step(state: TrainState, config: TrainConfig) -> int | None:
-    """The last step of this run on its disk.  Raises UserError where that has steps of others, or of no resumed run."""
+def _durable_step(state: TrainState, config: TrainConfig, latest: int) -> int | None:
+    """The last step of this run on its disk.
+
+    latest  step of the last checkpoint
+
+    Raises UserError where the disk has steps of others, of no resumed run, or later ones than the last checkpoint that
+    are of another number of ranks: none of these could be gone on from, and all would be written over.
+    """
     durable = state.parallel.durable
-    found = None if durable is None else durable.latest()
-    if durable is None or found is None:
+    if durable is None:
+        return None
+    found = durable.latest()
+    others = durable.of_other_ranks() if found is None else None
+    if others is not None:
+        found = others[:2]
+    if found is None:
         return None
     step, run = found
     if run != run_of(config):
@@ -507,4 +518,12 @@ def _durable_step(state: TrainState, config: TrainConfig) -> int | None:
             f"gemini.disk={durable.folder} already holds step {step} of this run; add --resume to continue it, or "
             "remove the folder"
         )
-    return step
+    if others is None:
+        return step
+    if config.resume == "auto" and step > latest:
+        number = others[2]
+        raise UserError(
+            f"gemini.disk={durable.folder} holds step {step} of this run on {number} rank{'s' * (number > 1)}, and the "
+            f"last checkpoint is of step {latest}; continue it with as many, or remove the folder to lose these steps"
+        )
+    return None

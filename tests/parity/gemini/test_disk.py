@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.checkpoint import Checkpointer
 from core.config import UserError
 from core.mesh import MeshConfig
 from core.parallel.pipeline.schedule import PipelineConfig
 from core.train.loop import train_step
+from core.train.state import resume
 from tests.parity.test_train import GPT2
 from tests.support.disk import CASE, learned
 from tests.support.training import Case, batch_of, build, data_axis, gemini_of, loss, run, weight
@@ -126,3 +128,44 @@ def refused(folder: Path) -> str:
 def test_stages_that_share_a_parameter_are_refused(ranks, tmp_path: Path) -> None:
     for told in ranks(2).run(refused, tmp_path / "disk"):
         assert "stages share 'embedding.tokens.weight'" in told
+
+
+def gone_on(given: Case, folder: Path, out: Path, steps: int = 0, saves: bool = False) -> int | str | None:
+    """The step that a run of these ranks goes on from, or why it does not; then it takes some, each durable."""
+    state, config = build(replace(given, disk=folder))
+    config, axis = replace(config, out=out, resume="auto"), data_axis(state.parallel.mesh)
+    checkpoints = replace(config.checkpoint, asynchronous=False)
+    checkpointer = Checkpointer(out / "checkpoints", checkpoints, state.parallel.mesh)
+    rows = given.batch // axis.size()
+    try:
+        found = resume(state, checkpointer, config)
+        for step in range(found or 0, (found or 0) + steps):
+            mine = {k: v[axis.get_local_rank() * rows :][:rows] for k, v in batch_of(given, step).items()}
+            train_step(state, mine, loss, weight, config, step)
+            state.commit(step + 1, config)
+        if saves:
+            state.save(checkpointer, (found or 0) + steps)
+    except UserError as refused:
+        return str(refused)
+    else:
+        return found
+    finally:
+        state.parallel.close()
+        checkpointer.close()
+
+
+def test_more_ranks_do_not_begin_anew_beside_steps_of_fewer(ranks, tmp_path: Path) -> None:
+    """The first of them has all steps, the others none, as where a run was killed before its first one was durable."""
+    given = replace(CASE, host=None, budget="400KB"), tmp_path / "disk", tmp_path / "run"
+    assert ranks(1).run(gone_on, *given, 2) == [None]
+    for told in ranks(2).run(gone_on, *given):
+        assert isinstance(told, str)
+        assert re.search(
+            r"disk holds step 2 of this run on 1 rank, and the last checkpoint is of step 0; continue", told
+        )
+    for told in ranks(2).run(gone_on, *given[:2], tmp_path / "another"):
+        assert isinstance(told, str)
+        assert re.search(r"disk holds step 2 of .*/run; continue that run", told)
+    assert ranks(1).run(gone_on, *given, 1, True) == [2]
+    assert ranks(2).run(gone_on, *given, 1) == [3, 3]  # from the checkpoint
+    assert ranks(2).run(gone_on, *given) == [4, 4]
