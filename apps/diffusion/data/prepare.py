@@ -1,7 +1,7 @@
 """The way from folders to the batches of a run: read, laid into sizes, encoded, all ranks sharing the work."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def prepare(
     resolution = _side(pipeline) if data.resolution is None else data.resolution
     sizes = bucket_sizes(resolution, step)[: None if data.buckets else 1]
     store = Store(data.cache or config.out.parent / "cache")
-    vae_print = fingerprint(pipeline.vae, dict(pipeline.vae.config))
+    vae_print = fingerprint(pipeline.vae, _fields(pipeline.vae.config))
     entries, wanted = entries_of(instance, sizes, data.crops, data.flip, vae_print)
     class_entries: list[Entry] = []
     if others is not None:
@@ -62,6 +62,11 @@ def prepare(
     calm = replace(draws, offset_noise=0.0, caption_dropout=0.0)
     rows = batches.global_batch  # which divides over the ranks
     return batches, LatentBatches(held_entries, store.__getitem__, text, rows, config.seed, calm), folders
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the library's notes on it, whose order is another in each process."""
+    return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def _side(pipeline: Pipeline) -> int:

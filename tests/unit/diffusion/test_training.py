@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from diffusers.configuration_utils import FrozenDict
 from PIL import Image
 from safetensors.torch import load_file
 
-from apps.diffusion import dreambooth, finetune, pretrain
+from apps.diffusion import dreambooth, finetune, pretrain, train
 from apps.diffusion.adapters import LoraConfig, adapters_of, add_adapters
 from apps.diffusion.config import FinetuneConfig
 from apps.diffusion.data import prepare
 from apps.diffusion.data.class_images import draw_class_images
 from apps.diffusion.data.folder import read_folder
+from apps.diffusion.data.store import fingerprint
 from apps.diffusion.denoiser import Denoiser, Objective
 from apps.diffusion.formats.lora import load_lora, save_lora
 from apps.diffusion.formats.single_file import save_single_file
@@ -120,6 +122,35 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(folder: Path, tmp_path: Path)
     assert not torch.equal(last, wanted["conv_in.weight"])  # which is the average
     start = _weights(folder / "shallow")
     assert any(not torch.equal(start[name], wanted[name]) for name in wanted)
+
+
+def test_latents_are_known_again_in_another_process(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Folders as they are published leave fields out; diffusers notes these in an order that each process has anew."""
+    weights = shutil.copytree(folder / "shallow", tmp_path / "weights")
+    config = json.loads((weights / "vae" / "config.json").read_text())
+    del config["use_quant_conv"], config["use_post_quant_conv"], config["force_upcast"]
+    (weights / "vae" / "config.json").write_text(json.dumps(config))
+    prints: list[str] = []
+
+    def printed(module: Any, config: dict[str, Any]) -> str:
+        prints.append(fingerprint(module, config))
+        return prints[-1]
+
+    def loaded(*given: Any) -> Pipeline:
+        pipeline = load_pipeline(*given)
+        noted = pipeline.vae.config["_use_default_values"]
+        assert len(noted) == 3
+        fields = dict(pipeline.vae.config)
+        pipeline.vae._internal_dict = FrozenDict({**fields, "_use_default_values": sorted(noted, reverse=bool(prints))})
+        return pipeline
+
+    monkeypatch.setattr(prepare, "fingerprint", printed)
+    monkeypatch.setattr(train, "load_pipeline", loaded)
+    for out in ("one", "other"):
+        given = _argv(folder, tmp_path / out, model=weights, data__images=folder / "pictures", steps=1)
+        assert finetune.main([*given, "--data.global-batch", "2"]) == 0
+    assert len(prints) == 2
+    assert prints[0] == prints[1]
 
 
 def test_what_begins_anew_learns_another_noise(folder: Path, tmp_path: Path) -> None:
