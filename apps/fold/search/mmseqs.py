@@ -16,7 +16,8 @@ from apps.fold.search.database import Database, Shard, Stamp, digest_of, identif
 from apps.fold.search.hits import Hit, aligned_row
 from apps.fold.search.program import found, run, said_by
 
-_COLUMNS = ("target", "bits", "qstart", "tstart", "tend", "qaln", "taln")
+_COLUMNS = ("target", "bits", "qstart", "tstart", "tend", "qaln", "taln", "theader")
+_READING = 2  # of the table into hits; counted on where they become other hits, so that no old ones are taken
 _MOST = 100_000
 INSTALL = "apt-get install mmseqs2, or conda install -c bioconda mmseqs2"
 
@@ -32,7 +33,8 @@ class Mmseqs:
     threads: int
 
     def depends_on(self) -> dict[str, Any]:
-        return {"version": self.version, "e_value": self.e_value, "sensitivity": self.sensitivity}
+        known = {"version": self.version, "e_value": self.e_value, "sensitivity": self.sensitivity}
+        return {**known, "reading": _READING}
 
     def installed(self) -> str:
         return version(self.program)
@@ -49,7 +51,8 @@ class Mmseqs:
             more = ("--threads", str(self.threads), "--format-output", ",".join(_COLUMNS), "-v", "1")
             run([self.program, "easy-search", query, shard.file, table, Path(folder, "scratch"), *limits, *more],
                 database.path)  # fmt: skip
-            return [_hit(line.split("\t"), len(sequence)) for line in table.read_text(encoding="latin-1").splitlines()]
+            lines = table.read_text(encoding="latin-1").split("\n")
+            return [_hit(line.split("\t", len(_COLUMNS) - 1), len(sequence)) for line in lines if line]
 
 
 def version(program: str) -> str:
@@ -83,6 +86,11 @@ def open_mmseqs(path: Path, program: str, cache: Path, name: str) -> Database:
 
 
 def _hit(columns: list[str], length: int) -> Hit:
-    """A row of the table; mmseqs counts residues from 1."""
-    target, bits, first, begin, end, query, letters = columns
-    return Hit(f"{target}/{begin}-{end}", aligned_row(query, letters, int(first) - 1, length), float(bits))
+    """A row of the table; mmseqs counts residues from 1.
+
+    It is called by the first word of the database's own line, as other tools call it: of tr|A0A146SKV9|A0A146SKV9_FUNHE
+    mmseqs says A0A146SKV9 alone, and rows are paired by what comes behind that.
+    """
+    target, bits, first, begin, end, query, letters, header = columns
+    name = next(iter(header.split()), target)
+    return Hit(f"{name}/{begin}-{end}", aligned_row(query, letters, int(first) - 1, length), float(bits))

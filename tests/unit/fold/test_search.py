@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from apps.fold.features.alignment import check_query, read_alignment
+from apps.fold.features.pairing import species_of
 from apps.fold.msa import main
 from apps.fold.search.database import open_database
 from apps.fold.search.hhblits import rows_of
 from apps.fold.search.hits import Hit, aligned_row, ranked
 from apps.fold.search.jackhmmer import Jackhmmer, _a3m
 from apps.fold.search.jobs import SearchedDatabase, Searches, jobs_of
+from apps.fold.search.mmseqs import Mmseqs, open_mmseqs
 from apps.fold.search.program import Killed, run
 from core.config import UserError
 
@@ -284,7 +286,9 @@ if NAME == "hhblits":
 if NAME == "mmseqs":
     assert pathlib.Path(given[2]).read_text() == "made"
     query = pathlib.Path(given[1]).read_text().splitlines()[1]
-    pathlib.Path(given[3]).write_text(f"target\t50\t2\t7\t9\t{{query[1:3]}}-\t{{query[1:3]}}G\n")
+    pathlib.Path(given[3]).write_text(
+        f"target\t50\t2\t7\t9\t{{query[1:3]}}-\t{{query[1:3]}}G\ttr|A1|A1_YEAST said of it\n"
+    )
 """
 
 
@@ -318,7 +322,7 @@ def test_three_tools_search_at_once(tmp_path: Path, capsys) -> None:
     assert rows == {
         "family": [query],
         "profiles": [query, (">profile", CRAMBIN[:-1] + "-")],
-        "other": [query, (">target/7-9", "-" + CRAMBIN[1:3] + "g" + "-" * 43)],
+        "other": [query, (">tr|A1|A1_YEAST/7-9", "-" + CRAMBIN[1:3] + "g" + "-" * 43)],
     }
     assert main(options) == 0
     assert "0 searches run, 3 known" in capsys.readouterr().out
@@ -360,6 +364,20 @@ def test_mmseqs_finds_the_family(tmp_path: Path, capsys) -> None:
     assert main([str(tmp_path / "one.fasta"), "--mmseqs-databases", str(made), *options]) == 0
     again = _a3m_rows(tmp_path / "again" / "ubi" / "database.a3m")
     assert sorted(again) == sorted(_a3m_rows(path))
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs; ends where Debian's mmseqs2 is installed")
+def test_rows_that_mmseqs_finds_in_uniprot_can_be_paired(tmp_path: Path) -> None:
+    """It calls a row by the accession alone; its species is in the name."""
+    names = "sp|P0CG48|UBC_HUMAN", "tr|A0A146SKV9|A0A146SKV9_FUNHE", "UniRef100_P12345"
+    rows = zip(names, (UBIQUITIN, UBIQUITIN.replace("KTLT", "KTLS"), UBIQUITIN.replace("VEPS", "VEGS")))
+    database = tmp_path / "uniprot.fasta"
+    database.write_text("".join(f">{name} of a test\n{row}\n" for name, row in rows))
+    options = {"program": "mmseqs", "version": "", "e_value": 1e-4, "sensitivity": 1.0, "threads": 1}
+    opened = open_mmseqs(database, "mmseqs", tmp_path / "cache", "uniprot")
+    hits = Mmseqs(**options).search(UBIQUITIN, opened, opened.shards[0], tmp_path)
+    assert {hit.name for hit in hits} == {f"{name}/1-76" for name in names}
+    assert sorted(species_of(hit.name) for hit in hits) == ["", "FUNHE", "HUMAN"]
 
 
 def test_templates_are_searched_with_the_first_alignment(tmp_path: Path, capsys) -> None:
