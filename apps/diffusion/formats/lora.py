@@ -16,6 +16,7 @@ for another model is found out too: every matrix is checked against the weight i
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -172,10 +173,13 @@ def _alphas_of(header: Mapping[str, str], path: Path) -> Any:
     def alpha(name: str, rank: int) -> float:
         component, _, module = name.partition(".")
         patterns = settings.get(f"{component}.alpha_pattern") or {}
+        given = settings.get(f"{component}.lora_alpha", rank)
         for pattern, value in patterns.items():
             if module == pattern.removeprefix(TEXT_PREFIX) or module.endswith(f".{pattern}"):
-                return float(value)
-        return float(settings.get(f"{component}.lora_alpha", rank))
+                given = value
+                break
+        # rank-stabilized adapters are scaled by alpha / sqrt(r) (Kalajdzievski 2023, arXiv:2312.03732)
+        return float(given) * (math.sqrt(rank) if settings.get(f"{component}.use_rslora") else 1.0)
 
     return alpha
 

@@ -106,6 +106,21 @@ def test_what_peft_trained_is_read(tmp_path):
     assert len(lora) == 64 + 44 / 2
 
 
+def test_adapters_that_are_rank_stabilized_are_scaled_as_peft_does(tmp_path):
+    """By alpha over the root of the rank, which their header says."""
+    theirs, ours = _diffusers_pipeline(), narrow_pipeline(0)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False, use_rslora=True)
+    theirs.unet.add_adapter(config)
+    layers = get_peft_model_state_dict(theirs.unet)
+    theirs.save_lora_weights(tmp_path, unet_lora_layers=layers, unet_lora_adapter_metadata=config.to_dict())
+    lora = load_lora(tmp_path / "pytorch_lora_weights.safetensors", ours)
+    merge_lora(ours, lora)
+    theirs.unet.fuse_lora()
+    for name, weight in _weights(ours, lora).items():
+        merged = theirs.unet.get_submodule(name.partition(".")[2]).base_layer.weight
+        torch.testing.assert_close(weight, merged, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_names_of_older_files(narrow, tmp_path):
     lora = _lora(narrow, {f"unet.{ATTENTION}.attn1.to_q": (4, 4.0), f"unet.{ATTENTION}.attn1.to_out.0": (4, 4.0)})
     text = _lora(narrow, {"text_encoder.encoder.layers.1.self_attn.q_proj": (2, 2.0)})
