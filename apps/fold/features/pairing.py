@@ -8,6 +8,7 @@
    alignments (by the product of their numbers)
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -58,8 +59,8 @@ def pair_rows(alignments: Sequence[Alignment]) -> PairedRows:
         groups[len(there)] += [(row, species) for row in np.stack(columns, 1)]
     ordered: list[tuple[np.ndarray, str]] = []
     for group in groups.values():
-        products = [abs(np.prod(row)) for row, _ in group]
-        ordered += [group[number] for number in np.argsort(products, kind="stable")]
+        # Python's numbers: of many chains a product has more than 64 bits, which numpy would wrap around.
+        ordered += sorted(group, key=lambda one: abs(math.prod(one[0].tolist())))
     return PairedRows(np.stack([row for row, _ in ordered]), tuple(species for _, species in ordered))
 
 

@@ -61,6 +61,14 @@ def test_rows_are_paired_by_species_as_by_hand() -> None:
         assert "HUMAN" not in pair_rows([a, b, c]).species
 
 
+def test_rows_of_many_chains_are_ordered_by_numbers_of_any_size() -> None:
+    """Of twelve chains the product of the rows' numbers has more than 64 bits; 2^64 of them would count as 0."""
+    names = {3: _named("HUMAN"), 64: _named("MOUSE")}
+    found = pair_rows([_rows("MKV", *((names.get(number, "other"), "MKT") for number in range(1, 65)))] * 12)
+    assert found.species == ("", "HUMAN", "MOUSE")
+    assert found.rows[:, 0].tolist() == [0, 3, 64]
+
+
 def test_a_species_is_in_the_name_that_uniprot_gives() -> None:
     names = {
         "tr|A0A146SKV9|A0A146SKV9_FUNHE/2-90 a description": "FUNHE",
