@@ -53,7 +53,9 @@ def example_of(name: str, entries: Sequence[Entry], inputs: Sequence[ChainInput]
     positions, mask = (np.concatenate([getattr(one, part) for one in ordered]) for part in ("positions", "mask"))
     resolution = max(one.resolution for one in entries)
     of_chains = tuple(counts[number] for number in assembly.chains)
-    return ComplexExample(name, assembly.complex, of_chains, positions, mask, resolution)
+    # A PDB file leaves out residues that were not seen, and its numbers tell where.
+    index = np.concatenate([one.index for one in ordered])
+    return ComplexExample(name, replace(assembly.complex, residue_index=index), of_chains, positions, mask, resolution)
 
 
 def save_complex(path: Path, example: ComplexExample) -> None:

@@ -50,7 +50,7 @@ from apps.fold.training.distillation import Confidence, beside_prediction, predi
 from core.config import UserError
 from core.files import Damaged, crc32, naming, signed, stamp, unsigned, write_file
 
-_VERSION = "5"
+_VERSION = "6"
 _CACHED = 256  # chains held in memory
 
 

@@ -101,6 +101,21 @@ def test_a_files_chains_are_one_example(tmp_path: Path) -> None:
     assert read(DIMERS, tmp_path / "cache", alignments)[1].name == "1ubi_dimer"  # pyright: ignore
 
 
+def test_residues_that_a_pdb_file_leaves_out_leave_a_gap(tmp_path: Path) -> None:
+    """As of single chains: what is left on both sides are no neighbours, and no bond is asked for between them."""
+    lines = (DIMERS / "1ubi_dimer.pdb").read_text().splitlines(keepends=True)
+    entries = read_entries(DIMERS / "1ubi_dimer.pdb")
+    first = next(int(line[22:26]) for line in lines if line.startswith("ATOM"))
+    missing = {f"A{number:4}" for number in (first + 5, first + 6)}
+    folder = tmp_path / "structures"
+    folder.mkdir()
+    (folder / "gap.pdb").write_text("".join(line for line in lines if line[21:26] not in missing))
+    example = read(folder, tmp_path / "cache")[0]
+    assert isinstance(example, ComplexExample)
+    whole, other = (np.arange(len(entry)) for entry in entries)
+    assert example.complex.residue_index.tolist() == [*np.delete(whole, (5, 6)), *other]
+
+
 def test_what_cannot_be_used_is_left_out_with_a_line(tmp_path: Path) -> None:
     few = Selection(complexes=True, max_chains=1)
     with pytest.raises(UserError, match="its assembly has 2 chains; at most 1"):
