@@ -91,9 +91,9 @@ def predicted_tm_score(logits: Tensor, mask: Tensor) -> Tensor:
 def aligned_tm_scores(logits: Tensor, mask: Tensor) -> Tensor:
     """Expected TM-score when aligned on each of some residues: logits[.., I, N, X], mask[.., N] -> [.., I]."""
     centres = _error_centres(logits)
-    terms = _tm_terms(centres, mask.sum(-1))
+    weights = mask.to(centres.dtype)  # in 16 bits neither a length nor its cube root is what it is
+    terms = _tm_terms(centres, weights.sum(-1))
     expected = (torch.softmax(logits.to(centres.dtype), -1) * terms[..., None, None, :]).sum(-1)
-    weights = mask.to(expected.dtype)
     return (expected * weights[..., None, :]).sum(-1) / (1e-8 + weights.sum(-1, keepdim=True))
 
 

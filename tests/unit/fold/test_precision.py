@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apps.fold.golden import outputs_of
-from apps.fold.model.heads import plddt
+from apps.fold.model.heads import plddt, predicted_tm_score
 from apps.fold.plan import FoldPlanConfig
 from apps.fold.precision import chosen_precision
 from apps.fold.predict import PredictConfig, resolved
@@ -57,3 +57,10 @@ def test_products_in_fp32_are_as_asked() -> None:
         set_matmul_precision("highest")
     with pytest.raises(UserError, match="matmul_precision=tf32; give highest, high or medium"):
         set_matmul_precision("tf32")  # pyright: ignore[reportArgumentType]
+
+
+def test_ptm_is_of_the_exact_length_in_16_bits() -> None:
+    """Of 250 residues d0 would be 5.875 and not 5.852 Å."""
+    logits = torch.randn(1, 250, 250, 64, generator=torch.Generator().manual_seed(0)) - 0.35 * torch.arange(64)
+    exact, rounded = (predicted_tm_score(logits, torch.ones(1, 250, dtype=t)) for t in (torch.float32, torch.bfloat16))
+    assert torch.equal(exact, rounded)
