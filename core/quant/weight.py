@@ -21,6 +21,8 @@ Shapes: O output channels, I inputs of each (kernel positions included), G group
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -257,27 +259,58 @@ def quantized_weight(
     num_rows, num_columns = matrix_OI.shape
     slab = _SLAB if matrix_OI.device.type == "cpu" else _SLAB_OF_A_DEVICE
     step = max(1, slab // max(num_columns, 1))
-    whole: list[Tensor | None] = []
     gain_I = _gain(matrix_OI, step) if scheme.name == "llm.int8" and weight.ndim == 2 else None
-    for start in range(0, max(num_rows, 1), step):
+    nothing = _rounded(matrix_OI[:0].float(), scheme)
+    whole = [None if part is None else part.new_empty(num_rows, *part.shape[1:]) for part in nothing]
+
+    def fill(start: int) -> None:
         slab_OI = matrix_OI[start : start + step]
         slab = _rounded(slab_OI if gain_I is None else slab_OI.float() / gain_I, scheme)
-        if not whole:
-            whole = [None if part is None else part.new_empty(num_rows, *part.shape[1:]) for part in slab]
         for part, piece in zip(whole, slab):
             if part is not None and piece is not None:
                 part[start : start + step] = piece
+
+    _in_slabs(fill, matrix_OI, step)
     codes, scale, zero = whole
     assert codes is not None
     assert scale is not None
     return QuantizedWeight(scheme, codes, scale, zero, tuple(weight.shape), weight.dtype, transposed, gain_I)
 
 
+def _in_slabs(work: Callable[[int], None], matrix_OI: Tensor, step: int) -> None:
+    """work(first row) for each slab of so many rows; on a CPU for as many at once as torch has threads.
+
+    Each operator on a slab is then on one thread: it is so short that threads which share it mostly wait for each
+    other, on a machine that has more to do a hundred times as long as it takes.
+    """
+    starts, threads = range(0, len(matrix_OI), step), torch.get_num_threads()
+    if matrix_OI.device.type != "cpu" or threads == 1 or len(starts) < 2:
+        for start in starts:
+            work(start)
+        return
+    inferring = torch.is_inference_mode_enabled()
+
+    def alone(start: int) -> None:
+        with torch.inference_mode() if inferring else torch.no_grad():  # modes are a thread's own
+            work(start)
+
+    try:
+        with ThreadPoolExecutor(min(threads, len(starts)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(alone, starts))
+    finally:
+        torch.set_num_threads(threads)  # threads to come have as many as were set last, by whoever
+
+
 def _gain(matrix_OI: Tensor, step: int) -> Tensor | None:
     """Each column's gain, so that none is much smaller than the usual; None where none is, beside columns of zeros."""
-    largest_I = matrix_OI.new_zeros(matrix_OI.shape[1], dtype=torch.float32)
-    for start in range(0, len(matrix_OI), step):
-        largest_I = torch.maximum(largest_I, matrix_OI[start : start + step].float().abs().amax(0))
+    largest_I, turn = matrix_OI.new_zeros(matrix_OI.shape[1], dtype=torch.float32), Lock()
+
+    def look(start: int) -> None:
+        slab_I = matrix_OI[start : start + step].float().abs().amax(0)
+        with turn:
+            torch.maximum(largest_I, slab_I, out=largest_I)
+
+    _in_slabs(look, matrix_OI, step)
     some_I = (largest_I > 0) & largest_I.isfinite()
     if not bool(some_I.any()):
         return None

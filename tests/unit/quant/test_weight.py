@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from core.config import UserError
 from core.kernels import vnni
 from core.kernels.quantized_matmul import dequantize_int4, quantize_int4
 from core.quant import QuantizedWeight, Scheme, quantize, stored_bytes
+from core.quant import weight as weights
 from core.quant.packed import Form
 from core.quant.weight import quantized_weight
 from core.trace.account import MemoryAccount
@@ -182,3 +185,35 @@ def test_products_follow_codes_that_move(scheme: Scheme) -> None:
         F.linear(x, each)
     weight.codes, weight.scale, weight.zero = other.codes, other.scale, other.zero
     assert torch.equal(F.linear(x, weight), F.linear(x, other))
+
+
+@pytest.mark.parametrize("name", ["int8", "llm.int8", "int4"])
+def test_slabs_are_rounded_by_a_thread_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that share so short operators wait for each other; and who comes later has as many threads as before."""
+    values, scheme, before = torch.randn(700, 300) * torch.logspace(-3, 1, 300), Scheme(name), torch.get_num_threads()
+    seen: list[int] = []
+    rounded = weights._rounded
+
+    def counted(matrix_OI: Tensor, of: Scheme) -> Any:
+        seen.extend([torch.get_num_threads()] * bool(len(matrix_OI)))
+        return rounded(matrix_OI, of)
+
+    monkeypatch.setattr(weights, "_rounded", counted)
+    try:
+        torch.set_num_threads(1)
+        alone = quantized_weight(values, scheme)
+        torch.set_num_threads(3)
+        for mode in (torch.enable_grad, torch.inference_mode):
+            seen.clear()
+            with mode():
+                shared = quantized_weight(nn.Parameter(values), scheme)
+            assert seen == [1] * len(seen)
+            assert len(seen) > 3
+            assert all(torch.equal(part, shared.parts[key]) for key, part in alone.parts.items())
+            with ThreadPoolExecutor(1) as pool:
+                assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 3
+        with pytest.raises(ValueError, match="not finite"):
+            quantized_weight(values.index_fill(0, torch.tensor([650]), torch.inf), scheme)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
