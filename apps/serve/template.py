@@ -36,6 +36,9 @@ class RendererFailed(Exception):
 class ChatTemplate:
     """Renders dialogues; may be called from several threads.
 
+    To a template that does not know developers theirs are messages of the system, as OpenAI's models take the one for
+    the other: many templates leave out, without a word, messages of a role that they do not know.
+
     source          in Jinja
     special_tokens  what it may name: bos_token, …
     """
@@ -44,6 +47,7 @@ class ChatTemplate:
         self._job = {
             "template": source, "special_tokens": dict(special_tokens), "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES,
         }  # fmt: skip
+        self._knows_developers = "developer" in source
         self._places = threading.BoundedSemaphore(MAX_PROCESSES)
         self._idle: list[_Process] = []
 
@@ -58,6 +62,8 @@ class ChatTemplate:
         RendererFailed.
         """
         deadline = time.monotonic() + timeout_s
+        if not self._knows_developers:
+            messages = [_of_the_system(message) for message in messages]
         if not self._places.acquire(timeout=max(0.0, timeout_s)):
             raise TimeoutError
         try:
@@ -82,6 +88,10 @@ class ChatTemplate:
         if not answer.get("spent"):
             self._idle.append(process)
         return answer
+
+
+def _of_the_system(message: Message) -> Message:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 class _Process:

@@ -67,6 +67,17 @@ def with_template(folder: Path, root: Path, source: str) -> Path:
     return root
 
 
+def test_no_template_leaves_out_what_developers_say() -> None:
+    """They are the system to one that does not know them; one that does is told who they are."""
+    said = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "x"}]
+    kept = "messages if m.role in ('system', 'user', 'assistant')"
+    known = f"{{% for m in {kept} %}}{{{{ m.role }}}}: {{{{ m.content }}}}\n{{% endfor %}}"
+    assert ChatTemplate(known, {}).render(said, 100, HANGS_S) == "system: Be kind.\nuser: x\n"
+    more = known.replace("'system', ", "'system', 'developer', ")
+    assert ChatTemplate(more, {}).render(said, 100, HANGS_S) == "developer: Be kind.\nuser: x\n"
+    assert said[0]["role"] == "developer"
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_rendered_as_transformers_does(folder: Path, name: str) -> None:
     hf = AutoTokenizer.from_pretrained(folder)
