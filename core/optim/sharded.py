@@ -360,11 +360,15 @@ def steps_apart(optimizer: torch.optim.Optimizer) -> bool:
     return not (getattr(optimizer, "sends", False) or follows_steps(optimizer))
 
 
+_BEGIN_AT_ONE, _BEGIN_AT_RATE = ("mu_product", "mu"), ("eta", "step_size")
+"""Of torch's optimizers the state that does not begin at zero: of NAdam and ASGD, of ASGD and Rprop."""
+
+
 def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor]) -> None:
     """State as it is before the first step, of every master that has none.
 
-    Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to zero: it exists, and
-    nothing has moved. No parameter may have a gradient.
+    Of torch's optimizers by a step of rate zero with gradients of zero, its state put back to what it begins with: it
+    exists, and nothing has moved. No parameter may have a gradient.
     """
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.init_state(masters)
@@ -381,11 +385,13 @@ def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor]) -> N
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    rate_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     for master in bare:
         master.grad = None
-        for value in optimizer.state.get(master, {}).values():
+        begins = dict.fromkeys(_BEGIN_AT_RATE, float(rate_of[id(master)])) | dict.fromkeys(_BEGIN_AT_ONE, 1.0)
+        for key, value in optimizer.state.get(master, {}).items():
             if isinstance(value, Tensor):
-                value.zero_()
+                value.fill_(begins.get(key, 0.0))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

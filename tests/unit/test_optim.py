@@ -1,5 +1,6 @@
 """Learning rates, optimizer groups, and the norm of gradients that are sharded in every way."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from core.mesh import MeshConfig, build_mesh
 from core.optim.build import OptimConfig, build_optimizer
 from core.optim.clip import gradient_norm, scale_gradients
 from core.optim.schedule import ScheduleConfig, learning_rate
+from core.optim.sharded import make_state
 
 
 def rates(num_steps: int, **options) -> list[float]:
@@ -118,3 +120,20 @@ def test_scaling_is_in_place_and_skips_what_has_no_gradient() -> None:
     scale_gradients(masters, 0.25)
     assert masters[0].grad is gradient
     assert gradient.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.AdamW])
+def test_state_that_is_made_is_that_before_the_first_step(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """Not all of it begins at zero."""
+    moved = []
+    for makes in (False, True):
+        parameter = torch.ones(3).requires_grad_()
+        optimizer = kind([parameter], lr=0.1)
+        if makes:
+            make_state(optimizer, [parameter])
+            assert torch.equal(parameter, torch.ones(3))
+        for step in range(3):
+            parameter.grad = torch.tensor([1.0, -2.0, 0.5]) + step
+            optimizer.step()
+        moved.append(parameter.detach().clone())
+    assert torch.equal(*moved)
