@@ -24,12 +24,14 @@ def nothing_to_do(config: TrainConfig, runtime: Runtime, first: int, last: int) 
 
 
 def is_told(config: TrainConfig, step: int) -> bool:
-    """Whether summary.json is of that step, alike on every rank.
+    """Whether summary.json is of that step, and of the end where that is one, alike on every rank.
 
     That of a run which was killed behind its last checkpoint is of an earlier step, or not there.
     """
     path = config.out / "summary.json"
-    return agreed(path.exists() and json.loads(path.read_text()).get("step") == step)
+    found = json.loads(path.read_text()) if path.exists() else {}
+    is_end = step < config.steps or found.get("status") != "stopped"
+    return agreed(found.get("step") == step and is_end)
 
 
 def told_loss(config: TrainConfig, step: int) -> float:

@@ -386,6 +386,13 @@ def test_a_run_that_is_killed_in_its_last_evaluation_comes_to_its_end(tmp_path: 
     assert again["heldout"] == 1.5
 
 
+def test_a_stop_that_becomes_the_end_is_one(tmp_path: Path) -> None:
+    config = config_of(tmp_path, steps=4)
+    train(replace(config, stop_after=2))
+    summary, _ = train(replace(config, steps=2, resume="auto"), evaluate=lambda model: {"heldout": 1.5})
+    assert (summary["status"], summary["step"], summary["heldout"]) == ("complete", 2, 1.5)
+
+
 def test_a_run_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     """What reads config.json, such as an export, needs it to be that of the checkpoints."""
 
