@@ -66,6 +66,12 @@ class Weights(Mapping[str, Tensor]):
         return len(self._files)
 
 
+def file_bytes(folder: str | Path, stem: str | None = None) -> int:
+    """Bytes of the files that `Weights` reads, with the same errors; a folder may hold others beside them."""
+    found = _files(Path(folder), _STEMS if stem is None else ((stem, ".safetensors"),))
+    return sum(path.stat().st_size for path, _ in found)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError when the file is missing or something else."""
     try:

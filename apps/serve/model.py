@@ -25,6 +25,7 @@ from core.models import Decoder, DecoderConfig, load_config, load_pretrained, lo
 from core.nn.packing import pack_linear
 from core.precision import compute_dtype, set_matmul_precision
 from core.quant import Scheme, is_quantized, load_quantized
+from core.quant.folder import loaded_bytes
 from core.quant.measured import measure_weights
 
 log = logging.getLogger("serve")
@@ -155,7 +156,7 @@ def _build(
     scheme: Scheme | None,
 ) -> Engine:
     says = log.info if axis is None or axis.get_local_rank() == 0 else log.debug
-    size, begin = weight_bytes(source.folder), time.monotonic()
+    size, begin = loaded_bytes(source.folder), time.monotonic()
     how = "" if scheme is None else f", which are rounded to {scheme.name}"
     says("%s: loading %s of weights%s", source.name, in_words(size), how)
     progress = _said_now_and_then(lambda done: says("%s: %s of %s", source.name, in_words(done), in_words(size)))
@@ -214,12 +215,6 @@ def _said_now_and_then(say: Callable[[int], None]) -> Callable[[str, int], None]
             say(num_bytes)
 
     return progress
-
-
-def weight_bytes(folder: Path) -> int:
-    """Bytes of a folder's files of weights."""
-    files = [*folder.glob("*.safetensors")] or folder.glob("pytorch_model*.bin")
-    return sum(file.stat().st_size for file in files)
 
 
 def _load(

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from apps.serve.memory import available_bytes
-from apps.serve.model import ModelFolder, check_vocabulary, find_model, weight_bytes
+from apps.serve.model import ModelFolder, check_vocabulary, find_model
 from apps.serve.text import load_text
 from core.config import UserError, in_words, parse, require_device
 from core.data import Faults, TextSource
 from core.models import load_pretrained
 from core.quant import Scheme, is_quantized, quantize, quantize_folder, save_quantized
-from core.quant.folder import check_target
+from core.quant.folder import check_target, loaded_bytes
 from core.quant.scheme import SchemeName
 from core.runtime import device_of, keep_freed_memory
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         _calibrated(source, target, scheme, config, options)
     else:
         quantize_folder(source.folder, target, scheme, **options)
-    print(f"{target}: {in_words(weight_bytes(source.folder))} of weights in {in_words(weight_bytes(target))}")
+    print(f"{target}: {in_words(loaded_bytes(source.folder))} of weights in {in_words(loaded_bytes(target))}")
     return 0
 
 

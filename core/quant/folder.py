@@ -39,7 +39,7 @@ from core.quant.packed import pack
 from core.quant.quantize import put, quantized, scheme_of
 from core.quant.scheme import Scheme
 from core.quant.weight import QuantizedWeight
-from core.weights import Weights, read_json, save_weights
+from core.weights import Weights, file_bytes, read_json, save_weights
 
 DESCRIPTION = "quantization.json"
 _STEM = "quantized"
@@ -83,6 +83,11 @@ ARCHITECTURES: dict[str, Architecture] = {}
 def is_quantized(folder: str | Path) -> bool:
     """Return whether a folder holds a quantized model, as `quantize_folder` writes it."""
     return (Path(folder) / DESCRIPTION).is_file()
+
+
+def loaded_bytes(folder: Path) -> int:
+    """Bytes of the files of weights that are loaded of a folder, quantized or plain.  UserError where it holds none."""
+    return file_bytes(folder, _STEM if is_quantized(folder) else None)
 
 
 def quantize_folder(

@@ -11,7 +11,7 @@ from apps.serve.__main__ import APP
 from apps.serve.model import build_engine, find_model
 from apps.serve.runner import Runner, Step
 from apps.serve.text import load_text
-from core.config import run_command
+from core.config import in_words, run_command
 from core.kernels.vnni import offered
 from core.models import generate
 from core.quant import Scheme, load_quantized, quantize, stored_bytes
@@ -50,10 +50,13 @@ def test_tokens_are_those_of_the_quantized_model(scheme, tmp_path, capsys, monke
 
 def test_a_start_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("apps.serve.model._SAID_EACH_S", 0.0)
+    folder = small_model(tmp_path / "small")
+    (folder / "consolidated.safetensors").write_bytes(bytes(1 << 22))  # the same once more, which is not read
     with caplog.at_level(logging.INFO):
-        build_engine(find_model(small_model(tmp_path / "small")), CONFIG, "cpu", scheme=Scheme("int8"))
+        build_engine(find_model(folder), CONFIG, "cpu", scheme=Scheme("int8"))
     said = [record.getMessage() for record in caplog.records]
     size = re.fullmatch(r"small: loading (.*), which are rounded to int8", said[0])[1].removesuffix(" of weights")
+    assert size == in_words((folder / "model.safetensors").stat().st_size), "what is read, and nothing else"
     assert said[-2].endswith(f" of {size}"), "the last weight is told, too"
     assert re.fullmatch(r"small: loaded in \d+\.\d s", said[-1])
 
