@@ -63,7 +63,11 @@ class Detokenizer:
 
     def _new_text(self) -> str:
         known = self._decode(self._ids[: self._context]) if self._context else ""
-        return self._decode(self._ids)[len(known) :]
+        whole = self._decode(self._ids)
+        if whole.startswith(known):
+            return whole[len(known) :]
+        # Decoders with a token for each byte (Llama's) show bytes that lie side by side all as broken, where some are.
+        return self._decode(self._ids[self._context :])
 
 
 def _begin(before: str, after: str, text: str) -> int:

@@ -1,6 +1,7 @@
 """Texts that come token by token: whole characters, exact sums, stop strings wherever they fall."""
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,22 @@ def test_what_is_no_text_does_not_wait_forever():
     detokenizer = BYTES.detokenizer([])
     shown = "".join(detokenizer.push(0x80) for _ in range(100))
     assert len(shown) > 80
+
+
+def test_bytes_of_no_character_break_none_before_them():
+    """Of tokenizers that have a token for each byte beside others, such as Llama's."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"b": 256}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    smile, euro = [*"🙂".encode()], [*"€".encode()]
+    for ids, written in (
+        ([*smile, 0xC4], "🙂\ufffd"),
+        ([*smile, 0xC4, 256], "🙂\ufffdb"),
+        ([*smile, *euro[:2], 256, *euro], "🙂\ufffd\ufffdb€"),
+        ([*smile, *euro], "🙂€"),
+    ):
+        detokenizer = Detokenizer(made.decode)
+        assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == written
 
 
 class Spaced:
