@@ -335,7 +335,8 @@ def refusal(path: Path, why: str) -> UserError:
     what = f"cannot load {path if step is None else f'step {step} ({path})'}: {why}"
     for other, folder in others:
         if _is_whole(folder):
-            return UserError(f"{what}; the nearest good checkpoint is that of step {other}, resume from it: {folder}")
+            hint = f"the nearest good checkpoint is that of step {other}; resume from it, into another --out: {folder}"
+            return UserError(f"{what}; {hint}")
     return UserError(f"{what}; there is no {'good' if others else 'other complete'} checkpoint in {path.parent}")
 
 

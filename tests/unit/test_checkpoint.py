@@ -380,7 +380,8 @@ def test_what_is_damaged_or_foreign_gets_one_line_and_is_never_executed(
         checkpointer.load(tmp_path / "step-00000002", {"x": torch.zeros(40, 30)})
     assert (reason_behind if right_checksums else reason) in str(error.value)
     assert "\n" not in str(error.value)
-    good = f"the nearest good checkpoint is that of step 1, resume from it: {tmp_path / 'step-00000001'}"
+    good = "the nearest good checkpoint is that of step 1; resume from it, into another --out: "
+    good += str(tmp_path / "step-00000001")
     assert good in str(error.value)
     assert "step 2" in str(error.value)
     assert not (tmp_path / "owned").exists()
