@@ -1,7 +1,8 @@
 """DockQ, the quality of a complex's interfaces (Basu and Wallner 2016; Mirabello and Wallner 2024), as version 2.1.3.
 
-1. chains correspond whose aligned sequences differ in no letter; gaps are allowed. Of chains that are equal all
-   permutations are tried, and the one with the greatest sum over interfaces is taken
+1. chains correspond whose aligned sequences differ in no letter; gaps are allowed. Of all permutations of chains that
+   are equal the one with the greatest sum over interfaces is taken; where there are too many to be sure (a dozen chains
+   that lie wrong), the best that exchanging chains finds, and the result says so
 2. an interface is a pair of the reference's chains with residues in contact: heavy atoms nearer than 5 Angstrom.
    Fnat is the share of these contacts that the prediction has
 3. iRMSD is the RMSD of the backbone (N, CA, C, O) of residues with a heavy atom within 10 Angstrom of the other chain,
@@ -12,7 +13,7 @@ What lies in only one of the files is left out, but the contacts of the whole re
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,6 +29,9 @@ _CONTACT, _INTERFACE, _CLASH = 5.0, 10.0, 2.0  # Angstrom, between heavy atoms
 _IRMSD_SCALE, _LRMSD_SCALE = 1.5, 8.5  # Angstrom
 _BACKBONE = [ATOM_SLOTS[name] for name in ("CA", "C", "N", "O")]
 _AT_ONCE = 512  # residues, of whose atoms distances are in memory
+_STARTS = 20  # assignments, beside that of the files' order, in which chains are exchanged
+_LOOKED_AT = 50_000  # assignments of some of the chains: seconds to a minute
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,15 @@ class Interface:
 
 @dataclass(frozen=True)
 class DockQ:
-    """dockq  the mean over interfaces; chains: those of the prediction by those of the reference"""
+    """dockq  the mean over interfaces; chains: those of the prediction by those of the reference
+
+    certain  whether no other assignment of the chains is better; of many equal ones not all are looked at
+    """
 
     dockq: float
     chains: dict[str, str]
     interfaces: tuple[Interface, ...]
+    certain: bool = True
 
 
 def dockq(predicted: Sequence[Chain], reference: Sequence[Chain], origins: tuple[Path, Path]) -> DockQ:
@@ -76,13 +84,14 @@ def dockq(predicted: Sequence[Chain], reference: Sequence[Chain], origins: tuple
             f"no two chains of {origins[1]} have atoms within {_CONTACT:g} Angstrom: no interface to score; "
             "name other chains by --chain, or a single one to score it alone"
         )
-    chosen = _best_assignment(pairs, counterparts, touching)
-    if chosen is None:
+    best = _Assignments(pairs, counterparts, touching, len(predicted)).best()
+    if best is None:
         equal = next((i for i, found in enumerate(counterparts) if len(found) < counterparts.count(found)), 0)
         raise UserError(_lacking(reference[equal], predicted, origins))
+    chosen, certain = best
     found = tuple(pairs.interface(ends, (chosen[ends[0]], chosen[ends[1]])) for ends in touching)
     chains = {chain.name: predicted[j].name for chain, j in zip(reference, chosen)}
-    return DockQ(float(np.mean([one.dockq for one in found])), chains, found)
+    return DockQ(float(np.mean([one.dockq for one in found])), chains, found, certain)
 
 
 def _lacking(chain: Chain, predicted: Sequence[Chain], origins: tuple[Path, Path]) -> str:
@@ -93,38 +102,128 @@ def _lacking(chain: Chain, predicted: Sequence[Chain], origins: tuple[Path, Path
     )
 
 
-def _best_assignment(
-    pairs: "_Pairs", counterparts: Sequence[Sequence[int]], touching: Sequence[tuple[int, int]]
-) -> tuple[int, ...] | None:
-    """The predicted chain of each of the reference's with the greatest sum of DockQ; None: there are too few.
+class _Assignments:
+    """The assignments of predicted chains to the reference's, and the sum of DockQ over the interfaces of each.
 
-    Chains are assigned one after another; what cannot reach the best sum, were every interface to come as good as its
-    best pair, is left: n equal chains have n! assignments.
+    n equal chains have n! of them. Chains are assigned one after another, and what cannot reach the best sum that is
+    known is left: each chain that is not assigned yet would have to come as good as the best that is left for it. The
+    sum that is known at first is what exchanging chains makes of some assignments.
     """
-    most = {ends: max((pairs.score(ends, two) for two in _two(counterparts, ends)), default=0.0) for ends in touching}
-    closed = [[ends for ends in touching if ends[1] == i] for i in range(len(counterparts))]
-    rest = np.cumsum([0.0, *(sum(most[ends] for ends in group) for group in reversed(closed))])[::-1]
-    best: tuple[float, tuple[int, ...] | None] = (-1.0, None)
 
-    def assign(chosen: tuple[int, ...], total: float) -> None:
-        nonlocal best
-        i = len(chosen)
-        if total + rest[i] <= best[0]:
+    def __init__(
+        self,
+        pairs: "_Pairs",
+        counterparts: Sequence[Sequence[int]],
+        touching: Sequence[tuple[int, int]],
+        predicted: int,
+    ):
+        self._counterparts, self._touching = counterparts, touching
+        self._allowed = np.full((len(counterparts), predicted), -np.inf)
+        for i, found in enumerate(counterparts):
+            self._allowed[i, list(found)] = 0.0
+        self._scores = [np.full((predicted, predicted), -np.inf) for _ in touching]
+        for scores, ends in zip(self._scores, touching):
+            for two in itertools.product(counterparts[ends[0]], counterparts[ends[1]]):
+                if two[0] != two[1]:
+                    scores[two] = pairs.score(ends, two)
+
+    def best(self) -> tuple[tuple[int, ...], bool] | None:
+        """The predicted chain of each of the reference's with the greatest sum, and whether all were looked at or left.
+
+        None: there are too few.
+        """
+        generator = np.random.default_rng(0)
+        starts = [self._counterparts]
+        starts += [[generator.permutation(found).tolist() for found in self._counterparts] for _ in range(_STARTS)]
+        some = [found for start in starts if (found := _some_assignment(start)) is not None]
+        if not some:
+            return None
+        self._best = max((self._exchanged(list(one)) for one in some), key=self._sum)  # of equal ones the first
+        self._most, self._left = self._sum(self._best) + _ROUNDING, _LOOKED_AT
+        self._extend({}, 0.0)
+        return tuple(self._best), self._left > 0
+
+    def _sum(self, chosen: Sequence[int]) -> float:
+        return sum(float(scores[chosen[a], chosen[b]]) for scores, (a, b) in zip(self._scores, self._touching))
+
+    def _exchanged(self, chosen: list[int]) -> list[int]:
+        """What exchanging two chains at a time, or one for a chain that is left over, makes of an assignment."""
+        most, before = self._sum(chosen), -np.inf
+        while most > before + _ROUNDING:
+            before = most
+            for other in itertools.chain(self._exchanges(chosen), self._replacements(chosen)):
+                if (total := self._sum(other)) > most + _ROUNDING:
+                    chosen, most = other, total
+                    break
+        return chosen
+
+    def _exchanges(self, chosen: list[int]) -> Iterator[list[int]]:
+        for a, b in itertools.combinations(range(len(chosen)), 2):
+            if chosen[b] in self._counterparts[a] and chosen[a] in self._counterparts[b]:
+                other = list(chosen)
+                other[a], other[b] = chosen[b], chosen[a]
+                yield other
+
+    def _replacements(self, chosen: list[int]) -> Iterator[list[int]]:
+        for a, found in enumerate(self._counterparts):
+            yield from ([*chosen[:a], j, *chosen[a + 1 :]] for j in found if j not in chosen)
+
+    def _extend(self, chosen: dict[int, int], total: float) -> None:
+        """Look at what goes on from an assignment of some chains, whose interfaces come to `total`."""
+        self._left -= 1
+        if self._left <= 0:
             return
-        if i == len(counterparts):
-            best = total, chosen
+        others = [i for i in range(len(self._counterparts)) if i not in chosen]
+        if not others:
+            if total > self._most:
+                self._best, self._most = [chosen[i] for i in range(len(chosen))], total + _ROUNDING
             return
-        for j in counterparts[i]:
-            if j not in chosen:
-                here = (*chosen, j)
-                assign(here, total + sum(pairs.score(ends, (here[ends[0]], j)) for ends in closed[i]))
+        free = [j for j in range(self._allowed.shape[1]) if j not in chosen.values()]
+        here, gains = self._bounds(chosen, others, free)
+        most = here.max(1)
+        if total + min(most.sum(), np.sort(here.max(0))[-len(others) :].sum()) <= self._most:
+            return
+        row = int(np.argmax((gains > 0).any(1)))  # one that touches those that are assigned, if there is one
+        for column in np.argsort(-here[row], kind="stable"):
+            if total + most.sum() - most[row] + here[row, column] <= self._most:
+                return
+            self._extend({**chosen, others[row]: free[column]}, total + float(gains[row, column]))
 
-    assign((), 0.0)
-    return best[1]
+    def _bounds(self, chosen: dict[int, int], others: list[int], free: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """[others, free] of chains that are not assigned and those that are left: the most that interfaces can come to,
+        those between two of the others by half, and what those with assigned chains do."""
+        gains = self._allowed[np.ix_(others, free)].copy()
+        between, place = np.zeros_like(gains), {i: row for row, i in enumerate(others)}
+        for scores, (a, b) in zip(self._scores, self._touching):
+            if a in place and b in place:
+                part = scores[np.ix_(free, free)]
+                between[place[a]] += part.max(1) / 2
+                between[place[b]] += part.max(0) / 2
+            elif a in place:
+                gains[place[a]] += scores[free, chosen[b]]
+            elif b in place:
+                gains[place[b]] += scores[chosen[a], free]
+        return gains + between, gains
 
 
-def _two(counterparts: Sequence[Sequence[int]], ends: tuple[int, int]) -> list[tuple[int, int]]:
-    return [two for two in itertools.product(counterparts[ends[0]], counterparts[ends[1]]) if two[0] != two[1]]
+def _some_assignment(counterparts: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """A predicted chain for each of the reference's, the first that is free where one is; None: there are too few."""
+    taken: dict[int, int] = {}
+
+    def place(i: int, seen: set[int]) -> bool:
+        found = next((j for j in counterparts[i] if j not in taken), None)
+        for j in counterparts[i] if found is None else (found,):
+            if j not in seen:
+                seen.add(j)
+                if j not in taken or place(taken[j], seen):
+                    taken[j] = i
+                    return True
+        return False
+
+    if not all(place(i, set()) for i in range(len(counterparts))):
+        return None
+    of = {i: j for j, i in taken.items()}
+    return tuple(of[i] for i in range(len(counterparts)))
 
 
 class _Pairs:

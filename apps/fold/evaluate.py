@@ -51,6 +51,8 @@ def main(argv: list[str]) -> int:
     console.print(table)
     if interfaces is not None:
         console.print(_table(interfaces))
+        if not interfaces.certain:
+            console.print("equal chains have more assignments than were looked at; another one may have a better DockQ")
     if config.out is not None:
         written = {"predicted": str(config.predicted), "reference": str(config.reference), "chain": reference.name}
         written |= dataclasses.asdict(scores)

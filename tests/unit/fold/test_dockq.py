@@ -2,14 +2,16 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from apps.fold.dockq import DockQ, dockq
+from apps.fold.dockq import DockQ, _Pairs, dockq
 from apps.fold.evaluate import main
+from apps.fold.features.sequences import chain_id
 from apps.fold.features.structures import Chain, read_structure
 from core.config import UserError
 from tests.support.dockq_numbers import NUMBERS, PROBLEMS, VERSION, write_problem
@@ -60,6 +62,63 @@ def test_the_best_of_all_assignments_is_found(tmp_path: Path) -> None:
     best = max(sums, key=lambda order: sums[order])
     assert len(set(sums.values())) == len(sums), "assignments differ"
     assert found.chains == dict(zip(names, best))
+
+
+def _ring(num: int) -> list[Chain]:
+    """Equal chains of four residues, each of which touches its two neighbours."""
+    found = []
+    for number in range(num):
+        positions, mask = np.zeros((4, 37, 3), np.float32), np.zeros((4, 37), np.float32)
+        angle = 2 * np.pi * number / num
+        place = 4 / (2 * np.sin(np.pi / num)) * np.array([np.cos(angle), np.sin(angle), 0])
+        for slot, shift in enumerate(((0, 0, 1), (0, 0, 2), (0, 0, 3))):
+            positions[:, slot], mask[:, slot] = place + 4 * np.arange(4)[:, None] * (0, 0, 1) + shift, 1
+        found.append(Chain(chain_id(number + 1), "GAGA", tuple("1234"), positions, mask, np.zeros(4, np.float32)))
+    return found
+
+
+@pytest.fixture
+def drawn_scores(monkeypatch) -> Callable[[tuple[int, int], tuple[int, int]], float]:
+    """DockQ of two chains as the other two, low as in a bad prediction, of which only some thousands may be asked."""
+    scores, asked = 0.1 * np.random.default_rng(0).random((12, 12, 13, 13)) ** 2, itertools.count()
+
+    def score(ends: tuple[int, int], two: tuple[int, int]) -> float:
+        return float(scores[(*ends, *two)])
+
+    def counted(pairs: object, ends: tuple[int, int], two: tuple[int, int]) -> float:
+        assert next(asked) < 20_000, "assignments are looked at without end"
+        return score(ends, two)
+
+    monkeypatch.setattr(_Pairs, "score", counted)
+    return score
+
+
+def test_of_drawn_scores_the_best_assignment_is_found(drawn_scores) -> None:
+    """Beside all permutations; one more chain was predicted than there are."""
+    files = Path("p.cif"), Path("r.cif")
+    found = dockq(_ring(7), _ring(6), files)
+    touching = [(number, number + 1) for number in range(5)] + [(0, 5)]
+    sums = {
+        order: sum(drawn_scores(ends, (order[ends[0]], order[ends[1]])) for ends in touching)
+        for order in itertools.permutations(range(7), 6)
+    }
+    best = max(sums, key=lambda order: sums[order])
+    assert found.certain
+    assert [*found.chains.values()] == [chain_id(number + 1) for number in best]
+
+
+def test_a_dozen_equal_chains_that_lie_wrong_are_scored_and_what_lacks_one_is_refused(
+    drawn_scores, monkeypatch
+) -> None:
+    found = dockq(_ring(12), _ring(12), (Path("p.cif"), Path("r.cif")))
+    assert sorted(found.chains.values()) == sorted(found.chains)
+    assert found.certain
+    assert "p.cif has no chain left" in _refused(_ring(11), _ring(12))
+    with monkeypatch.context() as few:
+        few.setattr("apps.fold.dockq._LOOKED_AT", 20)
+        cut = dockq(_ring(12), _ring(12), (Path("p.cif"), Path("r.cif")))
+    assert not cut.certain
+    assert sorted(cut.chains.values()) == sorted(cut.chains)
 
 
 def _sum_of(predicted: list[Chain], reference: list[Chain], order: tuple[str, ...], files: tuple[Path, Path]) -> float:
