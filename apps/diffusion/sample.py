@@ -5,6 +5,7 @@
 Pictures are numbered on from those that the folder holds. Each appears when it is whole.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -160,8 +161,8 @@ def cut_prompts(pipeline: Pipeline, prompts: list[str]) -> list[str]:
 
 def next_number(folder: Path) -> int:
     """One after the highest number of the PNGs there."""
-    numbers = [int(path.name[:5]) for path in folder.glob("*.png") if path.name[:5].isdigit()]
-    return max(numbers, default=-1) + 1
+    numbers = (re.match(r"\d{5,}", path.name) for path in folder.glob("*.png"))  # beyond 99999 there are more digits
+    return max((int(number[0]) for number in numbers if number), default=-1) + 1
 
 
 def settings_of(pipeline: Pipeline, config: SampleConfig, job: PictureJob) -> dict[str, Any]:

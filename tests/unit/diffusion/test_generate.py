@@ -163,6 +163,13 @@ def test_the_command(folder, tmp_path, capsys):
     assert "92 tokens and the text encoder reads 77" in capsys.readouterr().err
 
 
+def test_pictures_are_numbered_on_beyond_99999(tmp_path):
+    assert sample.next_number(tmp_path) == 0
+    for name in ("00003-7.png", "99999-0.png", "100000-0.png", "grid.png", "9-mine.png"):
+        (tmp_path / name).touch()
+    assert sample.next_number(tmp_path) == 100_001
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
