@@ -275,6 +275,10 @@ def check_combination(config: DiffusionConfig) -> MeshConfig:
         raise UserError("--data.images and --instance-dir; give the one or the other")
     if isinstance(config, FinetuneConfig):
         config.prompts_of_class()
+        _check_apart("--class-dir", config.class_dir, "--instance-dir", config.instance_dir)
+        _check_apart("--instance-dir", config.instance_dir, "--class-dir", config.class_dir)
+        _check_apart("--validation.images", config.validation.images, "--instance-dir", config.instance_dir)
+    _check_apart("--validation.images", config.validation.images, "--data.images", config.data.images)
     if config.model is not None and not config.model.exists():
         raise UserError(f"--model {config.model} does not exist; give a diffusers folder or a file")
     mesh = config.mesh.resolve(ranks_of(config.nproc), config.zero)
@@ -288,3 +292,11 @@ def check_combination(config: DiffusionConfig) -> MeshConfig:
             f"{mesh.data_ranks} data-parallel ranks; use a batch that does"
         )
     return mesh
+
+
+def _check_apart(inner: str, inside: Path | None, outer: str, folder: Path | None) -> None:
+    """Raises UserError for a folder within another, with whose images its own would be read."""
+    if inside is not None and folder is not None and folder.resolve() in inside.resolve().parents:
+        raise UserError(
+            f"{inner} {inside} lies in {outer} {folder}, which is read with its subfolders; put it beside that folder"
+        )

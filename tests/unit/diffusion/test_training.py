@@ -440,6 +440,24 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str], str]] = [
         [],
         "one caption for all class images, or one for each",
     ),
+    (
+        dreambooth,
+        {**SUBJECT, "class_dir": "{folder}/subject/class", "class_prompt": "b"},
+        [],
+        "--class-dir .*/class lies in --instance-dir .*/subject, which is read with its subfolders",
+    ),
+    (
+        dreambooth,
+        {**SUBJECT, "class_dir": "{folder}", "class_prompt": "b"},
+        [],
+        "--instance-dir .* lies in --class-dir",
+    ),
+    (
+        finetune,
+        {"data__images": "{folder}", "data__prompt": "a", "validation__images": "{folder}/pictures"},
+        [],
+        "--validation.images .*/pictures lies in --data.images",
+    ),
     (dreambooth, {**SUBJECT, "num_class_images": 3}, [], "--num-class-images without images of the class"),
     (
         dreambooth,
