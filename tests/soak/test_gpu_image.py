@@ -17,6 +17,15 @@ ROOT = Path(__file__).parents[2]
 PYTHON = "python3.12"
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.0"}
 
+TESTS = """
+import sys
+from benchmarks.gpu.packed import use_pack
+use_pack()
+import pytest
+sys.exit(pytest.main([*"-q -n 2 --dist worksteal -m gpu --device cpu tests/gpu tests/e2e".split()]))
+"""
+"""As `benchmarks.gpu tests` begins them, whose limit of time is a GPU's."""
+
 
 @pytest.mark.soak
 @pytest.mark.timeout(3 * 3600)
@@ -31,7 +40,7 @@ def test_the_protocol_runs_in_an_image(tmp_path: Path) -> None:
     for command in ("a", "b", "c", "d"):
         options = ("--device", "cpu", "--quick", "--minutes", 30, "--out", tmp_path / command)
         run(python, "-m", "benchmarks.gpu", command, *options, cwd=checkout)
-    run(python, "-m", "benchmarks.gpu", "tests", "--device", "cpu", cwd=checkout)
+    run(python, "-c", TESTS, cwd=checkout)
 
 
 def run(*command: object, cwd: Path | None = None) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import select
 import sys
+import traceback
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
@@ -45,6 +46,9 @@ def fork_server() -> None:
         try:
             util.spawnv_passfds = spawn
             _serve(*passed)
+        except Exception:
+            traceback.print_exc()  # whoever asked it only hears that it is gone
+            raise
         finally:
             os._exit(1)
 

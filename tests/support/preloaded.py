@@ -1,10 +1,11 @@
 """What the process that tests are forked from imports: what most of them would spend their time on."""
 
+from importlib.util import find_spec
+
 import docstring_parser  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
-import torch.utils.tensorboard  # noqa: F401
 import transformers
 import tyro  # noqa: F401
 
@@ -16,6 +17,9 @@ import core.train  # noqa: F401
 from apps.llm.recipes import RECIPES
 from core.config import parse
 from tests.support.parsed_once import parse_with_known_parsers
+
+if find_spec("tensorboard") is not None:  # images for GPUs lack it
+    import torch.utils.tensorboard  # noqa: F401
 
 _LAZY = (
     transformers.PreTrainedTokenizerFast,
