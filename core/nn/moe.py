@@ -102,9 +102,9 @@ class MoE(nn.Module):
 
     def _through_experts(self, x_BLD: Tensor, choice: Choice) -> Tensor:
         x_TD, kept_TE, gates_TE = (x.flatten(0, 1) for x in (x_BLD, choice.kept_BLE, choice.gates_BLE))
-        counts = x_BLD.device.type in COUNTS_ROWS and not are_balanced()
-        most = None if counts else most_rows(self.config, self.rows, *x_BLD.shape[:2])
-        order = by_expert(kept_TE, most, most_per_token(self.config))
+        counts = x_BLD.device.type in COUNTS_ROWS
+        most = None if counts and not are_balanced() else most_rows(self.config, self.rows, *x_BLD.shape[:2])
+        order = by_expert(kept_TE, most, None if counts else most_per_token(self.config))
         y_AD = self.experts(order.dealt(x_TD), kept_TE.sum(0))
         y_AD = y_AD * order.real(gates_TE[order.token_A, order.expert_A].to(y_AD.dtype)[:, None])
         return order.summed(y_AD, len(x_TD)).view_as(x_BLD)
