@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeVar
 
@@ -408,7 +409,17 @@ def device_bytes(device: str, num_local_ranks: int) -> int:
     """Memory that one rank may use: its GPU's, or an equal share of what this machine has free."""
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks
+    return available_bytes() // num_local_ranks
+
+
+def available_bytes() -> int:
+    """Bytes of the host that the kernel can give without swapping; what is cached of files counts."""
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def launch(num_ranks: int, module: str, arguments: list[str]) -> int:

@@ -7,7 +7,6 @@ then second forms of weights, and of the rest a share for pages.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -29,6 +28,7 @@ from core.quant import Scheme, is_quantized
 from core.quant.choose import choose
 from core.quant.folder import described_weights, parameter_dtype, weight_bytes
 from core.quant.products import working_bytes
+from core.runtime import available_bytes
 
 # Of the memory that is left when weights, forms and steps have theirs: for pages, where nothing is said.
 _SHARE = {"cpu": 0.25, "cuda": 0.85}
@@ -334,13 +334,3 @@ def free_bytes(device: str, axis: DeviceMesh | None = None) -> int:
     least = torch.tensor(free, dtype=torch.int64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=axis.get_group())
     return int(least)
-
-
-def available_bytes() -> int:
-    """Bytes that the kernel can give without swapping; what is cached of files counts."""
-    path = Path("/proc/meminfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

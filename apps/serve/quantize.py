@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apps.serve.memory import available_bytes
 from apps.serve.model import ModelFolder, check_vocabulary, find_model
 from apps.serve.text import load_text
 from core.config import UserError, in_words, parse, require_device
@@ -18,7 +17,7 @@ from core.models import load_pretrained
 from core.quant import Scheme, is_quantized, quantize, quantize_folder, save_quantized
 from core.quant.folder import check_target, loaded_bytes
 from core.quant.scheme import SchemeName
-from core.runtime import device_of, keep_freed_memory
+from core.runtime import available_bytes, device_of, keep_freed_memory
 
 _BATCH_TOKENS, _LENGTH = 2048, 512
 """Of calibration: tokens of a batch, and of a sequence at most."""

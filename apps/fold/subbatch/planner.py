@@ -20,7 +20,6 @@ moved so far as it does not fit there. So slices are taken even where there is r
 fits the cache: smaller ones only add launches.
 """
 
-import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -47,7 +46,7 @@ from apps.fold.weights.esmfold import esmfold_table
 from apps.fold.weights.table import name_table
 from core.config import UserError
 from core.kernels.operator import forced
-from core.runtime import process_holding, tensors_within
+from core.runtime import available_bytes, process_holding, tensors_within
 
 Device = Literal["cpu", "cuda"]
 HEADS = "heads"  # what the heads read of the pairs: no module of the model is wrapped for it
@@ -610,4 +609,4 @@ def free_bytes(device: torch.device | str) -> int:
     """A device's free bytes, less a tenth for its allocator and for what an operator needs inside."""
     if torch.device(device).type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
-    return int(0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    return int(0.9 * available_bytes())

@@ -4,6 +4,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +27,7 @@ from apps.fold.subbatch import (
 )
 from apps.fold.subbatch.counting import MetaAccount
 from apps.fold.subbatch.operations import operations_of
-from apps.fold.subbatch.planner import RATES, meta_features
+from apps.fold.subbatch.planner import RATES, free_bytes, meta_features
 from apps.fold.subbatch.reading import PairNumbers, read_pairs
 from apps.fold.subbatch.slices import every
 from core.config import UserError
@@ -302,3 +303,11 @@ def test_the_longest_sequence_is_the_longest() -> None:
     residues = longest(job, budget)
     assert least_bytes(replace(job, residues=residues)) <= budget
     assert least_bytes(replace(job, residues=residues + max(2, residues // 50))) > budget
+
+
+def test_memory_in_which_files_are_cached_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives it back when it is asked for; after a copy of databases there may be nothing else."""
+    monkeypatch.setattr("core.runtime.os.sysconf", lambda name: 1)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    assert free_bytes("cpu") == pytest.approx(0.9 * 1024 * available, rel=0.2)
