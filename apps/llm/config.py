@@ -86,6 +86,15 @@ class PretrainConfig(TrainConfig):
         return found
 
 
+def unread_beside_a_model(data: DataConfig) -> dict[str, str]:
+    """Options of a tokenizer of the corpus's own, where there is a model's; see `core.config.Unread`."""
+    why = "beside --model, whose tokenizer is taken; leave it out"
+    found = {"data.vocab_size": why, "data.mask_token": why}
+    if data.tokenizer == "bpe":
+        found["data.tokenizer"] = "bpe beside --model, whose tokenizer is taken; give byte or a folder, or leave it out"
+    return found
+
+
 @dataclass(frozen=True)
 class FinetuneConfig(PretrainConfig):
     """Go on training a model that exists: a Hugging Face folder, or a run folder of `megalith llm pretrain`."""
@@ -97,13 +106,7 @@ class FinetuneConfig(PretrainConfig):
     """the folder of the model; its tokenizer is taken from there too, unless data.tokenizer names another"""
 
     def unread(self) -> dict[str, str]:
-        why = "beside --model, whose tokenizer is taken; leave it out"
-        found = {**super().unread(), "data.vocab_size": why, "data.mask_token": why}
-        if self.data.tokenizer == "bpe":
-            found["data.tokenizer"] = (
-                "bpe beside --model, whose tokenizer is taken; give byte or a folder, or leave it out"
-            )
-        return found
+        return super().unread() | unread_beside_a_model(self.data)
 
 
 FINETUNE = FinetuneConfig(

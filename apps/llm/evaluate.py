@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from apps.llm.batches import evaluation_batches
-from apps.llm.config import objective_of
+from apps.llm.config import objective_of, unread_beside_a_model
 from apps.llm.corpus import DataConfig, prepare
 from apps.llm.loss import num_targets, summed_loss
 from apps.llm.model import find_model
@@ -44,12 +44,7 @@ class EvaluateConfig:
     """cpu, cuda, cuda:N; auto: CUDA where there is one"""
 
     def unread(self) -> dict[str, str]:
-        why = "beside --model, whose tokenizer is taken; leave it out"
-        found = {"data.vocab_size": why, "data.mask_token": why}
-        if self.data.tokenizer == "bpe":
-            found["data.tokenizer"] = (
-                "bpe beside --model, whose tokenizer is taken; give byte or a folder, or leave it out"
-            )
+        found = unread_beside_a_model(self.data)
         found |= {f"data.ramp.{item.name}": "in an evaluation; give --data.global-batch" for item in fields(RampConfig)}
         if self.split == "all":
             found["data.heldout_fraction"] = "with split=all, which holds nothing out; give --split heldout or train"

@@ -208,9 +208,9 @@ class Order(NamedTuple):
 
     token_A, expert_A  of each row
     real_A             bool: whether it is one, or fills up to a number that is known beforehand; None: all are
-    place_TK           the rows of each token, in the order of its experts, -1 where it has fewer. None where rows are
-                       added to their tokens as they come: on a CPU one after another; on a GPU, by atomics, in any
-                       order, which tells nothing of two rows, and of expert choice in the last bits
+    place_TK           the rows of each token, in the order of its experts, -1 where it has fewer. None: rows are added
+                       to their tokens, by a CPU as they lie, by a GPU's atomics in any order, so that sums of three or
+                       more (expert choice) differ in the last bits from run to run
     """
 
     token_A: Tensor
@@ -236,7 +236,7 @@ class Order(NamedTuple):
 
 
 class _Dealt(Function):
-    """`Order.dealt`, whose gradients a GPU does not add by atomics, which take them in any order."""
+    """`Order.dealt`. Gradients are summed in one order, too; autograd would add them by atomics on a GPU."""
 
     @staticmethod
     def forward(ctx, x_TD, order):

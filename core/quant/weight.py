@@ -281,7 +281,7 @@ def _in_slabs(work: Callable[[int], None], matrix_OI: Tensor, step: int) -> None
     """work(first row) for each slab of so many rows; on a CPU for as many at once as torch has threads.
 
     Each operator on a slab is then on one thread: it is so short that threads which share it mostly wait for each
-    other, on a machine that has more to do a hundred times as long as it takes.
+    other, above all on a machine that has more to do.
     """
     starts, threads = range(0, len(matrix_OI), step), torch.get_num_threads()
     if matrix_OI.device.type != "cpu" or threads == 1 or len(starts) < 2:

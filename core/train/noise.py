@@ -118,4 +118,4 @@ class NoiseScale:
 
     def load_state(self, state: dict[str, float]) -> None:
         self.trace, self.square, self.steps = float(state["trace"]), float(state["square"]), int(state["steps"])
-        self.rows = int(state.get("rows", 0))  # one that is not there is younger
+        self.rows = int(state.get("rows", 0))  # states of before lack it

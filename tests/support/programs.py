@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-_PACKAGES = {"hhfilter": "hhsuite", "jackhmmer": "hmmer"}
+_PACKAGES = {"hhfilter": "hhsuite", "jackhmmer": "hmmer", "mmseqs": "mmseqs2"}
 """Program -> package of Debian, which .ci/run installs."""
 
 

@@ -25,6 +25,7 @@ from apps.fold.search.jobs import SearchedDatabase, Searches, jobs_of
 from apps.fold.search.mmseqs import Mmseqs, open_mmseqs
 from apps.fold.search.program import Killed, run
 from core.config import UserError
+from tests.support.programs import require_program
 
 ROOT = Path(__file__).parents[3]
 UBIQUITIN = "MQIFVKTLTGKTITLEVEPSDTIENVKAKIQDKEGIPPDQQRLIFAGKQLEDGRTLSDYNIQKESTLHLVLRLRGG"
@@ -339,9 +340,9 @@ def test_three_tools_search_at_once(tmp_path: Path, capsys) -> None:
         main([*options[:-4], "--hhblits-databases", "x", "--mmseqs-databases", str(family)])
 
 
-@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs; ends where Debian's mmseqs2 is installed")
 def test_mmseqs_finds_the_family(tmp_path: Path, capsys) -> None:
     """By words of five letters: its tables of six take longer than all else."""
+    require_program("mmseqs")
     program = tmp_path / "mmseqs"
     program.write_text('#!/bin/sh\n[ "$1" = easy-search ] && set -- "$@" -k 5\nexec mmseqs "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
@@ -366,9 +367,9 @@ def test_mmseqs_finds_the_family(tmp_path: Path, capsys) -> None:
     assert sorted(again) == sorted(_a3m_rows(path))
 
 
-@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs; ends where Debian's mmseqs2 is installed")
 def test_rows_that_mmseqs_finds_in_uniprot_can_be_paired(tmp_path: Path) -> None:
     """It calls a row by the accession alone; its species is in the name."""
+    require_program("mmseqs")
     names = "sp|P0CG48|UBC_HUMAN", "tr|A0A146SKV9|A0A146SKV9_FUNHE", "UniRef100_P12345"
     rows = zip(names, (UBIQUITIN, UBIQUITIN.replace("KTLT", "KTLS"), UBIQUITIN.replace("VEPS", "VEGS")))
     database = tmp_path / "uniprot.fasta"
